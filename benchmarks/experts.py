@@ -42,7 +42,7 @@ BITS = (1, 2, 4, 15, 16, 17, 64, 100, 512, 1025, 4096)
 
 @dataclass(frozen=True)
 class Shape:
-    """hidden size, experts, their size, chosen, shared experts that ride along. gated: False: ReLU² in place of a gate."""
+    """hidden size, experts, their size, chosen, shared experts beside them. gated: False: ReLU² in place of a gate."""
 
     hidden: int
     experts: int

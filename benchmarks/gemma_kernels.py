@@ -1,9 +1,11 @@
 """Kernels of a Gemma 4 round at its real sizes: tiles of products, attention of few rows, and the layer's norms.
 
-    python -m benchmarks.gemma_kernels [--only norms experts tiles attention] [--rows 1 4]
+    python -m benchmarks.gemma_kernels [--only norms experts tiles attention] [--rows 1 4] [--plans 256x1 128x1]
+        [--products "26b o" "26b router"]
 
 *experts*: µs of both products by tile. *tiles*: µs of the Triton product with each blocking beside the one that
-``linear_tile`` chooses, weights out of L2. *attention*: µs of a layer of a round, by what serves and by Triton.
+``linear_tile`` chooses, weights out of L2. *attention*: µs of a layer of a round by Triton's kernel and by Gluon's,
+whichever serves, with cut tiles merged by the last program or by a kernel of its own, and the sides whose bits differ.
 *norms*: the fused kernels of ``kernels/moe/beside.py`` beside the ops in turn, and whether the bits are equal. Times
 are medians over CUDA graphs.
 """
@@ -12,16 +14,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 import triton
 
-from benchmarks.attention import Heads, Paged
+from benchmarks.attention import Heads, Paged, by_hopper
 from benchmarks.experts import Layer, Shape, graph_us, inputs, short
 from benchmarks.kernels import cold, markdown, random
 from unisono.kernels import rms_norm
+from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
+from unisono.kernels.attention import merge as attention_merge
 from unisono.kernels.attention import paged as ops
 from unisono.kernels.gemm.linear import launch_linear, linear_tile
 from unisono.kernels.gemm.tile import Tile
@@ -53,8 +60,8 @@ BLOCKS = (
 
 HEADS = {
     "sliding": Heads("sliding", 16, 8, 256, 1024),
-    "full": Heads("full", 16, 2, 512),
     "Qwen3.5-9B": Heads("Qwen3.5-9B", 16, 4, 256),
+    "full": Heads("full", 16, 2, 512),
 }
 
 
@@ -69,9 +76,9 @@ def candidates(rows: int, n: int, k: int) -> list[Tile]:
     return found
 
 
-def tiles(rows: tuple[int, ...]) -> None:
+def tiles(rows: tuple[int, ...], products: dict[str, tuple[int, int]]) -> None:
     table = []
-    for name, (n, k) in PRODUCTS.items():
+    for name, (n, k) in products.items():
         for m in rows:
             weight, x = random(n, k, scale=k**-0.5), random(m, k)
             found: list[tuple[float, Tile]] = []
@@ -88,10 +95,10 @@ def tiles(rows: tuple[int, ...]) -> None:
     print(markdown(["product", "M", "floor", "now", "best", "second", "third"], table), flush=True)
 
 
-def compile_tiles(rows: tuple[int, ...]) -> None:
+def compile_tiles(rows: tuple[int, ...], products: dict[str, tuple[int, int]]) -> None:
     """Compile what ``tiles`` launches, several at a time."""
     wanted = {}
-    for n, k in PRODUCTS.values():
+    for n, k in products.values():
         for m in rows:
             for tile in candidates(m, n, k):
                 wanted.setdefault((tile, k % tile.k == 0, m == 1), (m, n, k, tile))
@@ -106,34 +113,81 @@ def compile_tiles(rows: tuple[int, ...]) -> None:
     torch.cuda.synchronize()
 
 
-def attention(rows: tuple[int, ...]) -> None:
-    options: list[dict[str, int]] = [{}, {"num_warps": 8}]  # what serves; Triton's kernel as it is
-    table = []
-    for name, heads in HEADS.items():
-        paged = Paged([64], heads=heads)
-        print(name, paged.backend.prove(heads.dim, heads.dtype)["attention of rounds"])
-        for count, length in ((1, 1100), (1, 8200), (16, 1100), (64, 1100)):
-            for width in rows:
-                layers = 12 if count == 1 else 4  # more than the L2 holds
-                paged, q = Paged([length] * count, layers, heads), heads.queries(width * count)
-                inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
-                paged.backend.plan(inputs, heads.window)
-                where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
-                cells = []
-                for each in options:
+LENGTHS = ((1, 1100), (1, 8200), (16, 1100), (64, 1100))
+"""(requests, keys) of rounds."""
 
-                    def run(layer: int, q=q, paged=paged, where=where, how=how, each=each) -> torch.Tensor:
-                        return ops.launch_attention(q, *paged.caches[layer][:2], *where, *how, **each)
+Plans = list[tuple[int, int]]
+SIDES = {"Triton": (False, False), "Triton, merge": (False, True), "Gluon": (True, False), "Gluon, merge": (True, True)}
+"""(the kernel is Gluon's, a kernel of its own merges cut tiles), whatever serves."""
 
-                    try:
-                        us = graph_us([lambda layer=layer, run=run: run(layer) for layer in range(layers)])
-                        cells.append(f"{us:.1f}")
-                    except triton.runtime.errors.OutOfResources:
-                        cells.append("–")
-                read = count * min(length, heads.window or length) * heads.token_bytes / 4.68e6
-                table.append([name, str(count), str(length), str(width), f"{read:.1f}", *cells])
-    head = ["layer", "requests", "keys", "tokens", "floor", *(str(each or "served") for each in options)]
-    print(markdown(head, table), flush=True)
+
+def attention(rows: tuple[int, ...], plans: Plans) -> None:
+    """Time each side on rounds, and name the sides whose bits are not those of the first."""
+    head = ["layer", "requests", "keys", "tokens", "plan", "floor", *SIDES, "other bits"]
+    for heads in HEADS.values():
+        compile_attention(heads, rows, plans)
+        table = []
+        for (count, length), width in itertools.product(LENGTHS, rows):
+            layers = 12 if count == 1 else 4  # more than the L2 holds
+            paged, q = Paged([length] * count, layers, heads), heads.queries(width * count)
+            read = count * min(length, heads.window or length) * heads.token_bytes / 4.68e6
+            for plan in plans:
+                paged.backend.programs_per_processor = plan[1]
+                with split_by(plan[0]):
+                    cells = sides(paged, q, width)
+                size = f"{plan[0]}×{plan[1]}"
+                table.append([heads.name, str(count), str(length), str(width), size, f"{read:.1f}", *cells])
+        print(markdown(head, table), "\n", flush=True)
+
+
+@contextlib.contextmanager
+def split_by(keys: int) -> Iterator[None]:
+    """Give splits this many keys (other bits, the same on every side); let Gluon's kernel take any number of tiles."""
+    with contextlib.ExitStack() as stack:
+        for module in (ops, attention_hopper_rounds, attention_merge):
+            stack.enter_context(mock.patch.object(module, "SPLIT", keys))
+        stack.enter_context(mock.patch.object(attention_hopper_rounds, "SHARED_TILES", 10**6))
+        yield
+
+
+def sides(paged: Paged, q: torch.Tensor, width: int) -> list[str]:
+    """µs of a layer by each side, and the sides with other bits."""
+    heads, cells, seen = paged.heads, [], {}
+    inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
+    paged.backend.plan(inputs, heads.window)
+    where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
+    for name, (gluon, apart) in SIDES.items():
+        by_hopper(heads, gluon)
+
+        def run(layer: int, apart: bool = apart) -> torch.Tensor:
+            return ops.launch_attention(q, *paged.caches[layer][:2], *where, *how, apart=apart)
+
+        try:
+            seen[name] = run(0)
+            cells.append(f"{graph_us([functools.partial(run, layer) for layer in range(paged.layers)]):.1f}")
+        except triton.runtime.errors.OutOfResources:
+            cells.append("–")
+    others = [name for name, out in seen.items() if not torch.equal(out, seen["Triton"])]
+    return [*cells, ", ".join(others) or "none"]
+
+
+def compile_attention(heads: Heads, rows: tuple[int, ...], plans: Plans) -> None:
+    """Compile what ``attention`` launches, several at a time."""
+
+    def compiled(case: tuple[int, bool]) -> None:
+        width, apart = case
+        paged, q = Paged([300], 1, heads), heads.queries(width)
+        inputs = paged.round_inputs(paged.rows, paged.kv_len, width)
+        paged.backend.plan(inputs, heads.window)
+        where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            ops.launch_attention(q, *paged.caches[0][:2], *where, *how, apart=apart)
+
+    for keys, gluon in itertools.product(dict.fromkeys(keys for keys, _ in plans), (True, False)):
+        by_hopper(heads, gluon)
+        with split_by(keys), ThreadPoolExecutor(8) as pool:
+            list(pool.map(compiled, itertools.product(rows, (False, True))))
+    torch.cuda.synchronize()
 
 
 UPS = ((32, 128, 4, 4), (32, 128, 4, 3), (64, 128, 4, 3), (64, 128, 4, 4), (32, 256, 4, 3), (16, 256, 4, 4))
@@ -208,6 +262,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["norms", "experts", "attention", "tiles"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
+    parser.add_argument(
+        "--plans", nargs="+", default=["256x1"], help="of attention: keys of a split x programs for each processor"
+    )
+    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS), help="of tiles")
     args = parser.parse_args()
     rows = tuple(args.rows)
     torch.manual_seed(0)
@@ -217,10 +275,11 @@ def main() -> None:
     if "experts" in args.only:
         experts(rows)
     if "tiles" in args.only:
-        compile_tiles(rows)
-        tiles(rows)
+        products = {name: PRODUCTS[name] for name in args.products}
+        compile_tiles(rows, products)
+        tiles(rows, products)
     if "attention" in args.only:
-        attention(rows)
+        attention(rows, [(int(keys), int(programs)) for keys, programs in (plan.split("x") for plan in args.plans)])
 
 
 if __name__ == "__main__":

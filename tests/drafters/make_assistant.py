@@ -14,14 +14,15 @@ EPS, WIDTH = 1e-3, 48
 TYPES = ["sliding_attention", "full_attention"]
 
 
-def make_assistant(directory: Path, target: Path, **fields: Any) -> Path:
-    """A random assistant for a target, with the target's heads of keys and rotary tables."""
-    of = AutoConfig.from_pretrained(target)
+def make_assistant(directory: Path, target: Path, heads: tuple[int, int] = (6, 3), **fields: Any) -> Path:
+    """A random assistant for a target, with the target's rotary tables. heads: the target's, and its heads of keys."""
+    of = AutoConfig.from_pretrained(target).get_text_config()
     text = Gemma4TextConfig(
-        vocab_size=of.vocab_size, hidden_size=WIDTH, intermediate_size=52, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=3, head_dim=20, global_head_dim=40, num_global_key_value_heads=2, attention_k_eq_v=True,
-        num_kv_shared_layers=2, layer_types=TYPES, sliding_window=of.sliding_window, hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0, rms_norm_eps=EPS, max_position_embeddings=512,
+        vocab_size=of.vocab_size, hidden_size=WIDTH, intermediate_size=52, num_hidden_layers=2,
+        num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=20, global_head_dim=40,
+        num_global_key_value_heads=2, attention_k_eq_v=True, num_kv_shared_layers=2, layer_types=TYPES,
+        sliding_window=of.sliding_window, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
+        rms_norm_eps=EPS, max_position_embeddings=512,
     )  # fmt: skip
     config = AutoConfig.for_model(
         "gemma4_assistant", text_config=text, backbone_hidden_size=of.hidden_size, tie_word_embeddings=True, **fields

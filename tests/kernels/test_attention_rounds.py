@@ -98,7 +98,9 @@ def test_rounds_on_hopper_have_the_same_bits(heads, kv_heads, dtype, first, monk
     assert settled["attention of rounds"][0] == "gluon-sm90"
     launched = []
     launch = rounds.launch_round_attention
-    monkeypatch.setattr(rounds, "launch_round_attention", lambda *args: launched.append(launch(*args)))
+    monkeypatch.setattr(
+        rounds, "launch_round_attention", lambda *args, **kwargs: launched.append(launch(*args, **kwargs))
+    )
     got = [case.round(ends, width, programs) for width in (1, 4) for programs in (10**6, 1)]
     for ours, theirs in zip(got, want, strict=True):
         assert torch.equal(ours[[0, 2, 3, 4]], theirs[[0, 2, 3, 4]])  # padding asks at random

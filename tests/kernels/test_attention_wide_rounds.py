@@ -84,8 +84,6 @@ def test_quantised_wide_rounds_as_threads(width):
 def test_wide_heads_are_served_with_windows(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     device = torch.device("cuda")
-    assert not rounds.suits(16, 8, 256, torch.bfloat16, device), "not timed yet"
-    monkeypatch.setattr(rounds, "SERVED", (rounds.HEAD_DIM, *rounds.WIDE_ROWS))
     assert rounds.suits(16, 8, 256, torch.bfloat16, device)
     assert rounds.suits(16, 2, 512, torch.bfloat16, device)
     assert not rounds.suits(32, 1, 512, torch.bfloat16, device), "more rows than a program has"
@@ -93,18 +91,27 @@ def test_wide_heads_are_served_with_windows(monkeypatch):
     sizes = {heads: rounds.wide_sizes(*heads, 4, 64) for heads in ((16, 8, 256), (16, 2, 512), (32, 4, 512))}
     assert [each["PARTS"] for each in sizes.values()] == [1, 2, 2]
     assert {each["STAGES"] * 64 * 2 * head[2] for head, each in sizes.items()} == {192 * 1024}
-    caches = {dim: torch.empty(2, 2, 16, dim, dtype=torch.float16) for dim in (256, 128)}
+    caches = {dim: torch.empty(2, 2, 16, dim, dtype=torch.float16) for dim in (512, 256, 128)}
     for dim, cache in caches.items():
         q, key = torch.empty(3, 4, dim, dtype=torch.float16), (4, 2, dim, torch.float16, torch.device("cpu"))
         monkeypatch.setitem(rounds.exact_round_attention.serving, key, True)
         assert rounds.serves(q, cache, 1, 0, 0)
-        assert rounds.serves(q, cache, 1, 300, 0) == (dim == 256)
+        assert rounds.serves(q, cache, 1, 300, 0) == (dim > 128)
         assert not rounds.serves(q, cache, 1, -300, 0)
         assert rounds.serves(q, cache, 1, 0, 1) == (dim == 128)
         assert not rounds.serves(q, cache, 64, 0, 0)
-        many = torch.empty(67, 4, dim, dtype=torch.float16)
-        assert rounds.serves(many, cache, 1, 0, 0) == (dim == 128), "134 tiles of a KV head"
-        assert rounds.serves(many[:66], cache, 1, 0, 0)
+        assert rounds.serves(torch.empty(500, 4, dim, dtype=torch.float16), cache, 1, 0, 0)
+        many = torch.empty(34 * 16, 4, dim, dtype=torch.float16)
+        assert rounds.serves(many, cache, 16, 0, 0) == (dim < 512), "68 tiles of a KV head, each of two programs"
+        assert rounds.serves(many[: 33 * 16], cache, 16, 0, 0)
+
+
+def test_wide_heads_are_planned_for_one_program():
+    backend = TritonAttention(16, 8, "cpu")
+    backend.prove(128, torch.bfloat16)
+    assert backend.programs_per_processor == 2
+    backend.prove(256, torch.bfloat16)
+    assert backend.programs_per_processor == 1
 
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -125,7 +132,9 @@ def test_wide_rounds_on_hopper_have_the_same_bits(heads, kv_heads, dim, window, 
     assert settled["attention of rounds"][0] == "gluon-sm90"
     launched = []
     launch = rounds.launch_round_attention
-    monkeypatch.setattr(rounds, "launch_round_attention", lambda *args: launched.append(launch(*args)))
+    monkeypatch.setattr(
+        rounds, "launch_round_attention", lambda *args, **kwargs: launched.append(launch(*args, **kwargs))
+    )
     got = [case.round(ends, width, programs) for width in (1, 4) for programs in (10**6, 1)]
     for ours, theirs in zip(got, want, strict=True):
         assert torch.equal(ours[[0, 2, 3, 4]], theirs[[0, 2, 3, 4]])  # padding asks at random

@@ -43,7 +43,7 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_add_normed_kernel", "_beside_norms_kernel", "_beside_sum_kernel", "_soft_cap_kernel",
         "_choose_scored_kernel", "_joint_norm_kernel", "_head_product_kernel", "_rotate_latent_kernel",
         "_latent_queries_kernel", "latent_kernel", "latent_round_kernel",
-        "_short_round_kernel", "_short_prompt_kernel", "_mamba_round_kernel", "_mamba_prompt_kernel",
+        "_short_round_kernel", "_short_prompt_kernel", "_mamba_round_kernel", "_mamba_prompt_kernel", "merge_kernel",
         "_gated_group_norm_kernel",
         "kimi_prepare_kernel", "_kimi_round_kernel", "_kimi_walk_kernel", "kimi_walk_kernel",
     }  # fmt: skip

@@ -20,7 +20,7 @@ WORKSPACE_TOKENS = 4096
 """Capacity of the workspace, in tokens × KV splits of 4 · Hq · (D + 2) bytes: 68 MB at 32 heads of 128."""
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Attention programs per multiprocessor at a time."""
+"""Attention programs per multiprocessor at a time; for wide heads there is one."""
 
 
 class TritonAttention:
@@ -35,12 +35,14 @@ class TritonAttention:
     def __init__(self, num_heads: int, num_kv_heads: int, device: torch.device | str) -> None:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.device = torch.empty(0, device=device).device  # with its index
+        self.programs_per_processor = PROGRAMS_PER_PROCESSOR
         self.processors = 1
         if self.device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
         """See :class:`unisono.attention.base.ProvingAttention`."""
+        self._plan_for(head_dim)
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
         attention_hopper.exact_prompt_attention.rehearse(self._attend, *heads)
         attention_hopper_rounds.exact_round_attention.rehearse(self._attend_round, *heads)
@@ -49,6 +51,7 @@ class TritonAttention:
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
+        self._plan_for(head_dim)
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
         if head_dim == hopper_latent.WIDTH:
             return self._prove_latent(*heads)
@@ -61,7 +64,7 @@ class TritonAttention:
             "attention of rounds": _choose_kernel(
                 attention_hopper_rounds.suits(*heads),
                 lambda: attention_hopper_rounds.exact_round_attention.prove(self._attend_round, *heads),
-                "the kernel for Hopper has 16-bit heads of 128 only",
+                "the kernels for Hopper have 16-bit heads of 128, 256 and 512 only",
             ),
         }
 
@@ -75,6 +78,11 @@ class TritonAttention:
             kind: _choose_kernel(suits, functools.partial(exact.prove, attend, *heads), otherwise)
             for kind, (exact, attend) in kinds.items()
         }
+
+    def _plan_for(self, head_dim: int) -> None:
+        """Plan for heads of this size: the keys of wide ones leave room for one program on a multiprocessor."""
+        if head_dim in attention_hopper_rounds.WIDE_ROWS:
+            self.programs_per_processor = 1
 
     def _attend(
         self,
@@ -138,7 +146,7 @@ class TritonAttention:
             tile_tokens,
             self.num_kv_heads,
             partials,
-            self.processors * PROGRAMS_PER_PROCESSOR,
+            self.processors * self.programs_per_processor,
             window,
         )
 

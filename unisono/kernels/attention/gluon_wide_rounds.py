@@ -5,8 +5,6 @@ programs where its rows' outputs would not fit into registers. Keys and values o
 times, so they take turns in one ring of stages: while a step's values are multiplied, the next keys arrive. Keys before
 a tile's window are skipped by whole steps; a step without a visible key changes no bit of a state.
 
-It is off: see ``hopper_rounds.SERVED``.
-
 Shapes: N rows, padded to a power of two from 8 on; D = 64 PIECES.
 """
 
@@ -191,58 +189,62 @@ def _step(step, turn, low, length, position, window, q, p, kv, full, free, ones,
 
 
 @gluon.jit
-def _places(place, own, CAPACITY: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
-            MMA: gl.constexpr):  # fmt: skip
+def _places(row_of, own, HEADS: gl.constexpr, GROUP: gl.constexpr, CAPACITY: gl.constexpr, ROWS: gl.constexpr,
+            PIECES: gl.constexpr, PIECE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Addresses of a split's maxima and values in the workspace, and the masks of rows it has room for.
 
-    own: the part's first row in the tile. A split has 2 CAPACITY floats of state and PIECES · PIECE · CAPACITY of
-    values, rows adjacent, so that a warp's accesses are contiguous.
+    row_of: the split's row for the KV head's first query head at the tile's first token, of rows for each place, token
+    of a tile and query head, as in ``attention_kernel``. own: the part's first row in the tile.
     """
     row = own + gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
     dims = gl.arange(0, PIECE, gl.SliceLayout(1, MMA))
     fits = row < CAPACITY
-    values = place * (PIECES * PIECE * CAPACITY) + dims[:, None] * CAPACITY + row[None, :]
-    return place * (2 * CAPACITY) + row, values, fits, fits[None, :] & (dims >= 0)[:, None]
+    at = row_of + row // GROUP * HEADS + row % GROUP
+    return at * 2, at[None, :] * (PIECES * PIECE) + dims[:, None], fits, fits[None, :] & (dims >= 0)[:, None]
 
 
 @gluon.jit
-def _keep(state_ptr, acc_ptr, place, own, m, z, values, CAPACITY: gl.constexpr, ROWS: gl.constexpr,
-          PIECES: gl.constexpr, PIECE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+def _keep(state_ptr, acc_ptr, row_of, own, m, z, values, HEADS: gl.constexpr, GROUP: gl.constexpr,
+          CAPACITY: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
+          MMA: gl.constexpr):  # fmt: skip
     """Write a split's state to the workspace."""
-    state, at, fits, there = _places(place, own, CAPACITY, ROWS, PIECES, PIECE, MMA)
+    state, at, fits, there = _places(row_of, own, HEADS, GROUP, CAPACITY, ROWS, PIECES, PIECE, MMA)
     dims = gl.arange(0, PIECE, gl.SliceLayout(1, MMA))
     gl.store(state_ptr + state, m, mask=fits)
-    gl.store(state_ptr + (state + CAPACITY)[None, :] + (dims * 0)[:, None], z, mask=there & (dims == 0)[:, None])
+    gl.store(state_ptr + (state + 1)[None, :] + (dims * 0)[:, None], z, mask=there & (dims == 0)[:, None])
     for i in gl.static_range(PIECES):
-        gl.store(acc_ptr + at + i * PIECE * CAPACITY, values[i], mask=there)
+        gl.store(acc_ptr + at + i * PIECE, values[i], mask=there)
 
 
 @gluon.jit
-def _kept(state_ptr, acc_ptr, place, wanted, own, CAPACITY: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr,
-          PIECE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+def _kept(state_ptr, acc_ptr, row_of, wanted, own, HEADS: gl.constexpr, GROUP: gl.constexpr, CAPACITY: gl.constexpr,
+          ROWS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Read a state that :func:`_keep` has written, or an empty one. The reads bypass L1, which may hold an older
     layer's."""
-    state, at, fits, there = _places(place, own, CAPACITY, ROWS, PIECES, PIECE, MMA)
+    state, at, fits, there = _places(row_of, own, HEADS, GROUP, CAPACITY, ROWS, PIECES, PIECE, MMA)
     fits, there = fits & wanted, there & wanted
     m = gl.load(state_ptr + state, mask=fits, other=float("-inf"), cache_modifier=".cg")
-    z = gl.load(state_ptr + state + CAPACITY, mask=fits, other=0.0, cache_modifier=".cg")
+    z = gl.load(state_ptr + state + 1, mask=fits, other=0.0, cache_modifier=".cg")
     values = ()
     for i in gl.static_range(PIECES):
-        piece = gl.load(acc_ptr + at + i * PIECE * CAPACITY, mask=there, other=0.0, cache_modifier=".cg")
+        piece = gl.load(acc_ptr + at + i * PIECE, mask=there, other=0.0, cache_modifier=".cg")
         values = _and(values, piece)
     return m, gl.expand_dims(z, 0) + gl.zeros([PIECE, ROWS], gl.float32, MMA), values
 
 
 @gluon.jit
-def _merge_kept(state_ptr, acc_ptr, place, stride, splits, own, AT_ONCE: gl.constexpr, CAPACITY: gl.constexpr,
-                ROWS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Merge the states of a tile's splits in order, from ``place`` on; AT_ONCE of them are read together."""
+def _merge_kept(state_ptr, acc_ptr, row_of, splits, own, HEADS: gl.constexpr, GROUP: gl.constexpr,
+                AT_ONCE: gl.constexpr, CAPACITY: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr,
+                PIECE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """Merge the states of a tile's splits in order, from ``row_of`` on; AT_ONCE of them are read together."""
+    TOKENS: gl.constexpr = CAPACITY // GROUP
     m, z, values = _empty(ROWS, PIECES, PIECE, MMA)
     for start in range(0, splits, AT_ONCE):
         read = ()
         for i in gl.static_range(AT_ONCE):
-            at = place + (start + i) * stride
-            one = _kept(state_ptr, acc_ptr, at, start + i < splits, own, CAPACITY, ROWS, PIECES, PIECE, MMA)
+            at = row_of + (start + i) * (TOKENS * HEADS)
+            one = _kept(state_ptr, acc_ptr, at, start + i < splits, own, HEADS, GROUP, CAPACITY, ROWS, PIECES, PIECE,
+                        MMA)  # fmt: skip
             read = _and(read, one)
         for i in gl.static_range(AT_ONCE):
             m, z, values = _merged(m, z, values, read[i][0], read[i][1], read[i][2], PIECES)
@@ -296,7 +298,7 @@ def _attend_items(q_ptr, q, p, kv, full, free, positions_ptr, work_ptr, total, a
                   window, scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PARTS: gl.constexpr, EACH: gl.constexpr,
                   TOKENS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, AT_ONCE: gl.constexpr,
                   ROWS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
-                  OVERLAP: gl.constexpr):  # fmt: skip
+                  OVERLAP: gl.constexpr, MERGE: gl.constexpr):  # fmt: skip
     """Attend every item of this program, and merge a tile's splits if it is the last. The warp group's part."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     GROUP: gl.constexpr = HEADS // KV_HEADS
@@ -315,7 +317,7 @@ def _attend_items(q_ptr, q, p, kv, full, free, positions_ptr, work_ptr, total, a
         follow(OVERLAP, True)
         token, _, in_use = _rows_of(first, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
         position, own = gl.load(positions_ptr + token, mask=in_use, other=-1), part * EACH * GROUP
-        place = (partial - skipped).to(gl.int64) * KV_HEADS + head  # of split 0; the next one's is KV_HEADS further on
+        row_of = (partial - skipped).to(gl.int64) * (TOKENS * HEADS) + head * GROUP  # of split 0
         _load_wide_queries(q_ptr, q, first, last, head, HEADS, GROUP, ROWS, PIECES, PIECE)
         fence_async_shared()
         block_barrier()
@@ -324,8 +326,8 @@ def _attend_items(q_ptr, q, p, kv, full, free, positions_ptr, work_ptr, total, a
         for step in range(begin, end):
             if (step % STEPS == 0) & (step > begin):
                 if partial >= 0:
-                    _keep(state_ptr, acc_ptr, place + (step // STEPS - 1) * KV_HEADS, own, part_m, part_z, part_values,
-                          CAPACITY, ROWS, PIECES, PIECE, MMA)  # fmt: skip
+                    _keep(state_ptr, acc_ptr, row_of + (step // STEPS - 1) * (TOKENS * HEADS), own, part_m, part_z,
+                          part_values, HEADS, GROUP, CAPACITY, ROWS, PIECES, PIECE, MMA)  # fmt: skip
                 else:
                     m, z, values = _merged(m, z, values, part_m, part_z, part_values, PIECES)
                 part_m, part_z, part_values = _empty(ROWS, PIECES, PIECE, MMA)
@@ -338,19 +340,18 @@ def _attend_items(q_ptr, q, p, kv, full, free, positions_ptr, work_ptr, total, a
         if partial < 0:
             _store_wide(outs, q, first, last, head, position, z, values, HEADS, GROUP, ROWS, PIECES, PIECE, MMA)
         else:
-            _keep(state_ptr, acc_ptr, place + (end_split - 1) * KV_HEADS, own, m, z, values, CAPACITY, ROWS, PIECES,
-                  PIECE, MMA)  # fmt: skip
-            block_barrier()  # all of the group's stores come before its arrival
-            splits, mine = (length + SPLIT - 1) // SPLIT, end_split - first_split
-            since = gl.maximum(skipped, low // SPLIT)
-            arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
-            if gl.atomic_add(arrivals, mine, sem="acq_rel", scope="gpu") + mine == splits - skipped:
-                gl.store(arrivals, 0)
-                z, values = _merge_kept(
-                    state_ptr, acc_ptr, place + since * KV_HEADS, KV_HEADS, splits - since, own, AT_ONCE, CAPACITY,
-                    ROWS, PIECES, PIECE, MMA,
-                )  # fmt: skip
-                _store_wide(outs, q, first, last, head, position, z, values, HEADS, GROUP, ROWS, PIECES, PIECE, MMA)
+            _keep(state_ptr, acc_ptr, row_of + (end_split - 1) * (TOKENS * HEADS), own, m, z, values, HEADS, GROUP,
+                  CAPACITY, ROWS, PIECES, PIECE, MMA)  # fmt: skip
+            if MERGE:
+                block_barrier()  # all of the group's stores come before its arrival
+                splits, mine = (length + SPLIT - 1) // SPLIT, end_split - first_split
+                since = gl.maximum(skipped, low // SPLIT)
+                arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
+                if gl.atomic_add(arrivals, mine, sem="acq_rel", scope="gpu") + mine == splits - skipped:
+                    gl.store(arrivals, 0)
+                    z, values = _merge_kept(state_ptr, acc_ptr, row_of + since * (TOKENS * HEADS), splits - since, own,
+                                            HEADS, GROUP, AT_ONCE, CAPACITY, ROWS, PIECES, PIECE, MMA)  # fmt: skip
+                    _store_wide(outs, q, first, last, head, position, z, values, HEADS, GROUP, ROWS, PIECES, PIECE, MMA)
     follow(OVERLAP, True)
 
 
@@ -361,12 +362,12 @@ def wide_round_attention_kernel(
     scales_ptr, tokens, padded, max_pages, window, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr,
     PARTS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
-    AT_ONCE: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    AT_ONCE: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, MERGE: gl.constexpr = True,
 ):  # fmt: skip
     """Share the work list × parts of a tile × KV heads among programs; see ``gluon_rounds.round_attention_kernel``.
 
-    window: positions a token sees, or None. Positions, the work list and page tables are read before the kernel ahead
-    has ended: they are older than the products before it.
+    window: positions a token sees, or None. MERGE: cut tiles are merged here, not by the next kernel. Positions, the
+    work list and page tables are read before the kernel ahead has ended: they are older than the products before it.
     """
     gl.static_assert(KEYS == 4 * PAGE, "a warp for each page of a step")
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -385,7 +386,7 @@ def wide_round_attention_kernel(
             (_attend_items, (
                 q_ptr, q, p, kv, full, free, positions_ptr, work_ptr, total, arrivals_ptr, state_ptr, acc_ptr, outs,
                 window, scale, HEADS, KV_HEADS, PARTS, EACH, TOKENS, KEYS, SPLIT, AT_ONCE, ROWS, STAGES, PIECES,
-                PIECE, OVERLAP)),
+                PIECE, OVERLAP, MERGE)),
             (_load_pages, (0, k_desc, v_desc, kv, full, free, table_ptr, positions_ptr, work_ptr, total, max_pages,
                            tokens, window, KV_HEADS, PARTS, EACH, PAGE, KEYS, SPLIT, STAGES, PIECES, PIECE,
                            OVERLAP)),

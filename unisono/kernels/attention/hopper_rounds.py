@@ -1,8 +1,8 @@
 """Dispatch of few rows' attention to the Gluon kernels for Hopper, and the proof of their bits.
 
 The kernel in ``gluon_rounds.py`` serves passes that may be cut along KV, on Hopper, for 16-bit heads of 128 without a
-window, a soft cap or sinks, in tiles of up to MOST_ROWS rows. The kernel in ``gluon_wide_rounds.py``, for heads of 256
-and 512 with a window or without, is off (:data:`SERVED`): its speed has not been measured.
+window, a soft cap or sinks, in tiles of up to MOST_ROWS rows. The kernel in ``gluon_wide_rounds.py`` serves heads of
+256 and 512, with a window or without.
 :data:`exact_round_attention` compares the bits with the Triton kernel's on the present GPU. Where they differ, or were
 not compared, the Triton kernel serves.
 """
@@ -30,13 +30,13 @@ MOST_ROWS = 32
 """Maximum rows of a tile: more would not fit into registers."""
 
 WIDE_ROWS = {256: 32, 512: 16}
-"""The same of a program for wide heads, by their size. Two programs share a tile of twice as many."""
+"""The same of a program for wide heads, by their size. Two programs share a tile of twice as many (SHARED_TILES)."""
 
-SERVED = (HEAD_DIM,)
-"""Sizes of heads that passes use the kernels for. The kernel for wide heads has not been timed on a GPU."""
-
-WIDE_TILES = 132
-"""Most tiles × KV heads of a pass for wide heads: one for each multiprocessor, which holds one program."""
+SHARED_TILES = 66
+"""Most tiles × KV heads of a pass whose tiles two programs share, each of which reads all keys: one program for each
+multiprocessor. With 128 tiles of 32 rows of heads of 512 the Triton kernel takes 98 µs, this one 121; with 32 tiles 59
+and 50 (H200, 1,100 keys).
+"""
 
 REGISTERS = 128
 """Registers per thread when a program begins, so that two fit on a multiprocessor. The group that computes then gets
@@ -54,7 +54,7 @@ def suits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: 
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
-        and head_dim in SERVED
+        and head_dim in (HEAD_DIM, *WIDE_ROWS)
         and heads // kv_heads <= WIDE_ROWS.get(head_dim, MOST_ROWS)
     )
 
@@ -66,11 +66,20 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, tile_tokens: int, window: int
     return (
         exact_round_attention.serves((heads, kv_heads, head_dim, q.dtype, q.device))
         and (window >= 0 and first == 0 if wide else window == 0)
-        and (not wide or len(q) * kv_heads <= WIDE_TILES * tile_tokens)
         and tile_tokens * heads <= (2 * WIDE_ROWS[head_dim] if wide else MOST_ROWS) * kv_heads
+        and (
+            not wide
+            or len(q) * kv_heads <= SHARED_TILES * tile_tokens
+            or _whole(heads, kv_heads, head_dim, tile_tokens)
+        )
         and k_cache.shape[2] == PAGE
         and k_cache.is_contiguous()
     )
+
+
+def _whole(heads: int, kv_heads: int, head_dim: int, tile_tokens: int) -> bool:
+    """Return True if one program holds the rows of a tile of wide heads."""
+    return tile_tokens * heads <= WIDE_ROWS[head_dim] * kv_heads
 
 
 def wide_sizes(heads: int, kv_heads: int, head_dim: int, tile_tokens: int, keys: int) -> dict[str, int]:
@@ -108,12 +117,14 @@ def launch_round_attention(
     keys: int,
     per_processor: int = PROGRAMS_PER_PROCESSOR,
     registers: int = REGISTERS,
+    merge: bool = True,
     **tuning: int,
 ) -> None:
     """Attend into out [T', Hq · D]; see ``paged.launch_attention``.
 
     scales: scales of e4m3 outputs, whose T' rows are padded. workspace: states and values of splits. scale: for powers
-    of two. tuning: compile-time sizes that override the defaults.
+    of two. merge: cut tiles are merged here; the kernel for wide heads can leave them to ``merge.launch_merge``.
+    tuning: compile-time sizes that override the defaults.
     """
     heads, dim = q.shape[1:]
     capacity, tile_tokens, kv_heads = arrivals.shape
@@ -124,7 +135,7 @@ def launch_round_attention(
         wide_round_attention_kernel[(min(processors, capacity * kv_heads * sizes["PARTS"]),)](
             q, *cached, page_table, positions, work, count, arrivals, *workspace, out,
             workspace[0] if scales is None else scales, len(q), len(out), page_table.stride(0), window or None, scale,
-            **sizes, num_warps=4, maxnreg=registers, **overlapped(q.device),
+            MERGE=merge, **sizes, num_warps=4, maxnreg=registers, **overlapped(q.device),
         )  # fmt: skip
         return
     programs = per_processor * processors
@@ -144,7 +155,7 @@ def _same_bits(
     lengths: tuple[int, ...] = (1100, 37, 257, 2500, 64, 255, 256, 700)
     key = heads, kv_heads, head_dim, dtype, device
     if head_dim in WIDE_ROWS:
-        lengths = lengths[: max(1, WIDE_TILES // kv_heads)]  # as many as the kernel serves
+        lengths = lengths[: max(1, SHARED_TILES // kv_heads)]  # as many as the kernel serves
     generator = torch.Generator(device).manual_seed(0)
     pages = proof_pages(lengths, kv_heads, head_dim, dtype, generator)
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -169,7 +180,7 @@ attend(q, k_cache, v_cache, page_table, kv_len, width, window) runs one round.
 
 def _case(
     heads: int, kv_heads: int, dtype: str, tile_tokens: int, first: int = 0, quantised: bool = False,
-    head_dim: int = HEAD_DIM, window: bool = False,
+    head_dim: int = HEAD_DIM, window: bool = False, merge: bool = True,
 ) -> AotCase:  # fmt: skip
     signature = {"q_ptr": f"*{dtype}", "out_ptr": "*fp8e4nv" if quantised else f"*{dtype}", "scales_ptr": "*fp32"}
     signature |= dict.fromkeys(("k_desc", "v_desc"), box_type(dtype, PAGE))
@@ -177,7 +188,11 @@ def _case(
     signature |= dict.fromkeys(pointers, "*i32") | {"state_ptr": "*fp32", "acc_ptr": "*fp32"}
     signature |= dict.fromkeys(("tokens", "padded", "max_pages"), "i32") | {"scale": "fp32"}
     if head_dim in WIDE_ROWS:
-        sizes: dict[str, object] = {**wide_sizes(heads, kv_heads, head_dim, tile_tokens, 64), "OVERLAP": True}
+        sizes: dict[str, object] = {
+            **wide_sizes(heads, kv_heads, head_dim, tile_tokens, 64),
+            "OVERLAP": True,
+            "MERGE": merge,
+        }
         signature, sizes = (signature | {"window": "i32"}, sizes) if window else (signature, sizes | {"window": None})
         return AotCase(wide_round_attention_kernel, signature, sizes, num_warps=4, maxnreg=REGISTERS)
     sizes = {**_sizes(heads, kv_heads, tile_tokens, 64, first), "OVERLAP": True}
@@ -191,7 +206,7 @@ AOT = [
     _case(32, 8, "bf16", 1, quantised=True),
     _case(8, 8, "fp16", 1),
     _case(64, 8, "fp16", 4),
-    _case(16, 8, "bf16", 1, head_dim=256, window=True),  # Gemma 4 26B-A4B
+    _case(16, 8, "bf16", 1, head_dim=256, window=True, merge=False),  # Gemma 4 26B-A4B
     _case(16, 8, "bf16", 4, head_dim=256, window=True, quantised=True),
     _case(16, 2, "bf16", 1, head_dim=512),
     _case(16, 2, "fp16", 4, head_dim=512, quantised=True),

@@ -26,6 +26,7 @@ import triton
 from unisono.kernels.attention import hopper as attention_hopper
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu, attention_plan_cpu
+from unisono.kernels.attention.merge import launch_merge, merges_apart
 from unisono.kernels.attention.triton_kernels import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised, launch_quantize, quantised_cpu
@@ -198,13 +199,27 @@ def _launch(
     (tokens, heads, head_dim), (_, tile_tokens, kv_heads) = q.shape, g.arrivals.shape
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
+    own = (heads, kv_heads, head_dim), triton.cdiv(tokens, tile_tokens), g.window, g.first
+    options = {"apart": merges_apart(*own, g.sinks is None and g.until is None)} | options
+    apart = bool(options.pop("apart")) and g.partials > 0
     plain = g.partials > 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None and g.until is None
     if plain and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens, g.window, g.first):
         attention_hopper_rounds.launch_round_attention(
             out, scales, q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals,
-            (state, acc), g.scale * LOG2_E.value, g.window, g.first, KEYS,
+            (state, acc), g.scale * LOG2_E.value, g.window, g.first, KEYS, merge=not apart,
         )  # fmt: skip
-        return
+    else:
+        _launch_walk(out, scales, q, g, (state, acc), options, merge=not apart)
+    if apart:
+        launch_merge(out, scales, q, g.positions, g.work, g.num_items, state, acc, g.window)
+
+
+def _launch_walk(
+    out: torch.Tensor, scales: torch.Tensor | None, q: torch.Tensor, g: _Arguments,
+    workspace: tuple[torch.Tensor, torch.Tensor], options: dict[str, int], merge: bool,
+) -> None:  # fmt: skip
+    """Attend with the kernel for all passes. workspace: states and values of splits. merge: it merges cut tiles."""
+    (tokens, heads, head_dim), (_, tile_tokens, kv_heads) = q.shape, g.arrivals.shape
     sizes, launch = _geometry(heads, kv_heads, head_dim, q.dtype, tile_tokens, g.partials > 0, shared_memory(q.device))
     items, tiles = (n * sizes["PARTS"] * kv_heads for n in (len(g.arrivals), triton.cdiv(tokens, tile_tokens)))
     k_cache, v_cache, exponents = g.k_cache, g.v_cache, (g.k_scales, g.v_scales)
@@ -217,11 +232,11 @@ def _launch(
     programs = launch.pop("programs", _programs(q.device, tiles, launch["num_warps"]))
     rows = (None, None) if scales is None else (tokens, len(out))
     attention_kernel[(min(programs, items) if g.partials else items,)](
-        q, k_cache, v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals, state, acc, out,
+        q, k_cache, v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals, *workspace, out,
         g.sinks, *exponents, scales, g.until, *rows,
         g.page_table.stride(0), k_cache.stride(0), abs(g.window), (g.soft_cap or g.scale) * LOG2_E.value,
         PAGE=g.k_cache.shape[2], WINDOW=g.window != 0, CHUNKED=g.window < 0, FIRST=g.first,
-        TO_CAP=g.scale / g.soft_cap if g.soft_cap else 0.0, **sizes, **launch, **overlapped(q.device),
+        TO_CAP=g.scale / g.soft_cap if g.soft_cap else 0.0, MERGE=merge, **sizes, **launch, **overlapped(q.device),
     )  # fmt: skip
 
 
@@ -360,7 +375,7 @@ def attention_fp8(
 def _case(
     shared: int, heads: int, kv_heads: int, head_dim: int, tile_tokens: int, cut: bool, window: bool = False,
     first: int = 0, soft_cap: float = 0.0, sinks: bool = False, e4m3: bool = False, quantised: bool = False,
-    until: bool = False, chunked: bool = False,
+    until: bool = False, chunked: bool = False, merge: bool = True,
 ) -> AotCase:  # fmt: skip
     sizes, options = _geometry(heads, kv_heads, head_dim, torch.bfloat16, tile_tokens, cut, shared)
     signature = {"q_ptr": "*bf16", "out_ptr": "*fp8e4nv" if quantised else "*bf16"}
@@ -369,7 +384,7 @@ def _case(
     signature |= {"state_ptr": "*fp32", "acc_ptr": "*fp32", "scale": "fp32"}
     signature |= dict.fromkeys(("max_pages", "page_stride", "window"), "i32")
     constants: dict[str, Any] = sizes | {"PAGE": 16, "WINDOW": window or chunked, "FIRST": first, "OVERLAP": True}
-    constants["CHUNKED"] = chunked
+    constants |= {"CHUNKED": chunked, "MERGE": merge}
     constants["TO_CAP"] = head_dim**-0.5 / soft_cap if soft_cap else 0.0
     optional = {"sinks_ptr": (sinks, "*fp32"), "scales_ptr": (quantised, "*fp32"), "until_ptr": (until, "*i32")}
     optional |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), (e4m3, "*i32"))
@@ -400,7 +415,7 @@ def aot(shared: int) -> list[AotCase]:
         case(8, 4, 256, 64, cut=False),
         case(8, 4, 256, 4, cut=True, window=True, soft_cap=50.0),  # Gemma 2
         case(8, 4, 256, 64, cut=False, soft_cap=50.0),
-        *(case(16, 2, 512, width, cut=True) for width in (1, 4)),  # Gemma 4, full layers: rounds
+        *(case(16, 2, 512, width, cut=True, merge=width > 4) for width in (1, 4, 6)),  # Gemma 4, full layers: rounds
         case(16, 2, 512, 64, cut=False),  # and extend passes
         case(16, 8, 256, 4, cut=True, window=True),  # and layers with a window
         case(16, 2, 512, 4, cut=True, e4m3=True),

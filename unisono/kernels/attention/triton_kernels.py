@@ -262,15 +262,15 @@ def attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, TO_CAP: tl.constexpr, CUT: tl.constexpr,
-    OVERLAP: tl.constexpr, CHUNKED: tl.constexpr = False,
+    OVERLAP: tl.constexpr, CHUNKED: tl.constexpr = False, MERGE: tl.constexpr = True,
 ):  # fmt: skip
     """Share the work list × parts of a tile × KV heads among a fixed number of programs. Keys below FIRST are
     invisible.
 
     until_ptr: last position that each token sees, or None: its own. CHUNKED: it sees its chunk of ``window`` positions.
 
-    Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace, and the program that
-    completes the tile's count merges them in order. Without CUT a tile needs no masks for keys that all its rows see.
+    Splits of a whole tile are merged in registers. Those of a cut tile go to the workspace: its last program merges
+    them in order, or without MERGE the next kernel. Without CUT a tile needs no masks for keys that all its rows see.
     The plan's outputs are read before the kernel ahead has ended (:data:`unisono.kernels.overlap.READ_EARLY`).
     """
     outs = out_ptr, sinks_ptr, scales_ptr, q_ptr, tokens, padded
@@ -310,12 +310,12 @@ def attention_kernel(
             _store(outs, index, position, in_use, m, z, acc, HEADS, HEAD_DIM, DIM, FIRST)
         elif CUT:
             keep(workspace, end_split - 1, m, z, acc, HEAD_DIM)
-            arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
-            if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT), skipped):
-                _merge_kept(
-                    positions_ptr, state_ptr, acc_ptr, outs, first, last, head, place, TOKENS * HEADS,
-                    low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM, FIRST,
-                )  # fmt: skip
+            if MERGE:
+                arrivals = arrivals_ptr + (counter * TOKENS + part) * KV_HEADS + head
+                if _complete(arrivals, end_split - first_split, tl.cdiv(length, SPLIT), skipped):
+                    _merge_kept(positions_ptr, state_ptr, acc_ptr, outs, first, last, head, place, TOKENS * HEADS,
+                                low // SPLIT, tl.cdiv(length, SPLIT), HEADS, GROUP, USED, HEAD_DIM, DIM,
+                                FIRST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "num_tokens", "partials", "programs", "window"])

@@ -35,21 +35,24 @@ PROOF_ROWS = (65, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768,
 """Numbers of rows at which cuBLASLt is compared with the Triton kernel: it chooses an algorithm for each."""
 
 
-_OUTPUTS = (2112, 4224, 8192, 16383)
-"""Maximum outputs of the tiles below. The first: one program of 16 outputs for each of 132 multiprocessors."""
+_OUTPUTS = (512, 2112, 4224, 8192, 16383)
+"""Maximum outputs of the tiles below. The first: a router's, few programs that read all of their weight at once. The
+second: one program of 16 outputs for each of 132 multiprocessors.
+"""
 
 _TILES = {  # maximum rows -> a tile for each number of outputs, and one for more
     16: (
-        Tile(16, 16, 512, 2, 4), Tile(16, 16, 512, 2, 4), Tile(16, 64, 256, 4, 4), Tile(16, 32, 128, 4, 4),
-        Tile(16, 64, 128, 4, 4),
+        Tile(16, 16, 512, 2, 6), Tile(16, 16, 512, 2, 4), Tile(16, 16, 512, 2, 4), Tile(16, 64, 256, 4, 4),
+        Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4),
     ),
     32: (
-        Tile(32, 16, 512, 2, 4), Tile(32, 64, 128, 4, 6, swapped=True), Tile(32, 64, 128, 4, 4, swapped=True),
-        Tile(32, 64, 128, 4, 4, swapped=True), Tile(32, 64, 128, 4, 3, swapped=True),
+        Tile(32, 16, 512, 2, 4), Tile(32, 16, 512, 2, 4), Tile(32, 64, 128, 4, 6, swapped=True),
+        Tile(32, 64, 128, 4, 4, swapped=True), Tile(32, 64, 128, 4, 4, swapped=True),
+        Tile(32, 64, 128, 4, 3, swapped=True),
     ),
     64: (
-        Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5), Tile(64, 32, 64, 4, 5),
-        Tile(64, 64, 64, 4, 4),
+        Tile(64, 16, 256, 4, 4), Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 5),
+        Tile(64, 32, 64, 4, 5), Tile(64, 64, 64, 4, 4),
     ),
 }  # fmt: skip
 
@@ -329,7 +332,7 @@ _ADD = AotCase(
 def aot(shared: int) -> list[AotCase]:
     """AotCases of a card with ``shared`` bytes of shared memory."""
     sizes = [(rows, n) for rows in _TILES for n in (2048, 4096, 6144, 12288, 151936)]
-    sizes += [(256, 4096), (256, 257), (2048, 257)]
+    sizes += [(1, 128), (256, 4096), (256, 257), (2048, 257)]
     return [
         *(_aot_linear(shared, "bf16", rows, n, True, False, True) for rows, n in sizes),
         *(_aot_linear(shared, dtype, rows, 4096, False, True, True) for dtype in DTYPES for rows in (1, 64)),
