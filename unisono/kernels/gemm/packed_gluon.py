@@ -48,6 +48,9 @@ MOST_ROWS = 64
 NVFP4_GROUP = 16
 """Inputs of NVFP4 that share a scale; no group of integers is as small."""
 
+SMALLER = gl.constexpr(256.0)
+"""Quotient of NVFP4 weights in bf16 and their decoded numbers, so that scales below 1,020 stay within bf16's range."""
+
 W_LAYOUT = gl.NVMMASharedLayout(64, 8, 2)
 _X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
@@ -68,39 +71,29 @@ BYTES_32 = gl.constexpr(
 
 BY_GROUP = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 16],
+        [[8, 0, 0], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 8],
     )
 )  # fmt: skip
-"""wgmma's left operand by output, group of 16 and input."""
+"""BYTES by output, group of 16 inputs and byte."""
 
 BY_GROUP_32 = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [], [32, 8, 16],
+        [[0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [], [32, 8, 8],
     )
 )  # fmt: skip
 
-SCALES = gl.constexpr(
+WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[8, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
+        [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2]
     )
-)  # fmt: skip
-"""Scales of a piece by output, word and byte: a thread has all of its outputs."""
+)
+"""Words of four scales of a piece by output: a thread has all of its outputs."""
 
-SCALES_32 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[8, 0, 0], [16, 0, 0]], [], [32, 2, 4],
-    )
-)  # fmt: skip
-
-
-@gluon.jit
-def bits_as(value, DTYPE: gl.constexpr):
-    """Take bits for another dtype."""
-    return value.to(DTYPE, bitcast=True)
+WORDS_32 = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 2])
+)
 
 
 @gluon.jit
@@ -110,6 +103,110 @@ def masked(bits, mask: gl.constexpr, base: gl.constexpr):
         "lop3.b32 $0, $1, $2, $3, 0xEA;", "=f,r,r,r",
         [bits, gl.full_like(bits, mask), gl.full_like(bits, base)], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def e4m3_products(word, multiplier, DTYPE: gl.constexpr):
+    """Multiply the four e4m3 numbers of a word, round to DTYPE, and return each twice, as the halves of an integer."""
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high, a, b, c, d;
+                .reg .b32 ab, cd;
+                .reg .f32 f;
+                mov.b32 {low, high}, $4;
+                cvt.rn.f16x2.e4m3x2 ab, low;
+                cvt.rn.f16x2.e4m3x2 cd, high;
+                mov.b32 {a, b}, ab;
+                mov.b32 {c, d}, cd;
+                cvt.f32.f16 f, a;
+                mul.rn.f32 f, f, $5;
+                cvt.rn.bf16x2.f32 $0, f, f;
+                cvt.f32.f16 f, b;
+                mul.rn.f32 f, f, $5;
+                cvt.rn.bf16x2.f32 $1, f, f;
+                cvt.f32.f16 f, c;
+                mul.rn.f32 f, f, $5;
+                cvt.rn.bf16x2.f32 $2, f, f;
+                cvt.f32.f16 f, d;
+                mul.rn.f32 f, f, $5;
+                cvt.rn.bf16x2.f32 $3, f, f;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,f", [word, multiplier], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high, a, b, c, d;
+                .reg .b32 ab, cd;
+                .reg .f32 f;
+                mov.b32 {low, high}, $4;
+                cvt.rn.f16x2.e4m3x2 ab, low;
+                cvt.rn.f16x2.e4m3x2 cd, high;
+                mov.b32 {a, b}, ab;
+                mov.b32 {c, d}, cd;
+                cvt.f32.f16 f, a;
+                mul.rn.f32 f, f, $5;
+                cvt.rn.f16x2.f32 $0, f, f;
+                cvt.f32.f16 f, b;
+                mul.rn.f32 f, f, $5;
+                cvt.rn.f16x2.f32 $1, f, f;
+                cvt.f32.f16 f, c;
+                mul.rn.f32 f, f, $5;
+                cvt.rn.f16x2.f32 $2, f, f;
+                cvt.f32.f16 f, d;
+                mul.rn.f32 f, f, $5;
+                cvt.rn.f16x2.f32 $3, f, f;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,f", [word, multiplier], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def e2m1_products(byte, scale, DTYPE: gl.constexpr):
+    """Multiply both numbers of a byte by the halves of ``scale``: DTYPE, of fp16 rounded once.
+
+    Exponent and mantissa of e2m1 go to the places of those of DTYPE, which makes of a number its 2 ** -126 (bf16) or
+    2 ** -14 (fp16). Multiplications put them there, because shifts and masks run on another unit, at half of the rate.
+    """
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 size, sign;
+                mul.lo.u32 size, $2, 0x00040040;
+                mul.lo.u32 sign, $2, 0x01001000;
+                and.b32 size, size, 0x01C001C0;
+                lop3.b32 size, sign, 0x80008000, size, 0xEA;
+                mul.rn.bf16x2 size, size, $3;
+                mov.b32 {$0, $1}, size;
+            }
+            """,
+            "=h,=h,r,r", [byte, scale], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 size, sign;
+                mul.lo.u32 size, $2, 0x00200200;
+                mul.lo.u32 sign, $2, 0x01001000;
+                and.b32 size, size, 0x0E000E00;
+                lop3.b32 size, sign, 0x80008000, size, 0xEA;
+                mov.b32 sign, 0x74007400;
+                mul.rn.f16x2 size, size, sign;
+                mul.rn.f16x2 size, size, $3;
+                mov.b32 {$0, $1}, size;
+            }
+            """,
+            "=h,=h,r,r", [byte, scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -145,16 +242,9 @@ def _load(x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS: gl.cons
 @gluon.jit
 def of_scales(NVFP4: gl.constexpr, OUTPUTS: gl.constexpr):
     """Outputs of the program, 0 … OUTPUTS - 1, in the layout of :func:`load_group`."""
-    WORDS: gl.constexpr = gl.SliceLayout(2, SCALES if OUTPUTS == WIDE else SCALES_32)
+    OF_WORDS: gl.constexpr = WORDS if OUTPUTS == WIDE else WORDS_32
     OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
-    return gl.arange(0, OUTPUTS, gl.SliceLayout(1, WORDS if NVFP4 else OF_BYTES))
-
-
-@gluon.jit
-def of_multipliers(OUTPUTS: gl.constexpr):
-    """Outputs of the program in the layout of NVFP4's multipliers."""
-    GROUPS: gl.constexpr = gl.SliceLayout(2, BY_GROUP if OUTPUTS == WIDE else BY_GROUP_32)
-    return gl.arange(0, OUTPUTS, gl.SliceLayout(1, GROUPS))
+    return gl.arange(0, OUTPUTS, gl.SliceLayout(1, OF_WORDS if NVFP4 else OF_BYTES))
 
 
 @gluon.jit
@@ -162,8 +252,7 @@ def _rows(zeros, first, N, NVFP4: gl.constexpr, OUTPUTS: gl.constexpr):
     """Outputs of the program, in the layout of their scales, and the multipliers of NVFP4."""
     rows = gl.minimum(first + of_scales(NVFP4, OUTPUTS), N - 1)
     if NVFP4:
-        each = of_multipliers(OUTPUTS)
-        multiplier = gl.load(zeros + gl.minimum(first + each, N - 1))
+        multiplier = gl.load(zeros + rows)
     else:
         multiplier = rows
     return rows, multiplier
@@ -174,8 +263,8 @@ def load_group(scales, zeros, rows, piece, GROUP: gl.constexpr, K, NVFP4: gl.con
                OUTPUTS: gl.constexpr):  # fmt: skip
     """Load what decodes a piece for each output: scale and zero of integers, two words of NVFP4's scales."""
     if NVFP4:
-        WORDS: gl.constexpr = gl.SliceLayout(2, SCALES if OUTPUTS == WIDE else SCALES_32)
-        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, WORDS))
+        OF_WORDS: gl.constexpr = WORDS if OUTPUTS == WIDE else WORDS_32
+        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, OF_WORDS))
         inside = (at < K // 64)[None, :] & (rows >= 0)[:, None]
         scale = gl.load(scales + rows[:, None] * (K // 64) + at[None, :], mask=inside, other=0)
         zero = scale
@@ -199,22 +288,16 @@ def _integers(held, scale, zero, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
 
 @gluon.jit
 def _e2m1(held, words, multiplier, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
-    """Decode bytes to weights [OUTPUTS, PIECE / 16, 16], by the rule of ``kernels/gemm/nvfp4.py``.
-
-    Sign, exponent and mantissa go to their places in fp32, as there: other copies of the sign are cut away.
-    """
+    """Decode bytes to pairs of weights, by the rule of ``kernels/gemm/nvfp4.py``; in bf16 ``1 / SMALLER`` of them."""
     OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
     GROUPS: gl.constexpr = BY_GROUP if OUTPUTS == WIDE else BY_GROUP_32
-    WORDS: gl.constexpr = SCALES if OUTPUTS == WIDE else SCALES_32
-    byte = bits_as(held.load(OF_BYTES), gl.int8).to(gl.int32)
-    high = bits_as((byte << 18) & -0x7E400000, gl.float32)
-    low = bits_as(((byte << 28) >> 6) & -0x7E400000, gl.float32)
-    values = gl.convert_layout(gl.reshape(gl.join(low, high), [OUTPUTS, PIECE // 16, 16]), GROUPS)
-    place = (24 - 8 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))).to(gl.int32)
-    bits = ((words[:, :, None] << place[None, None, :]) >> 4) & -0x78100000
-    bits = gl.convert_layout(gl.reshape(bits, [OUTPUTS, PIECE // 16]), gl.SliceLayout(2, GROUPS))
-    scale = bits_as(bits, gl.float32) * 1.329227995784916e36 * multiplier[:, None]
-    return (values * 8.507059173023462e37 * scale[:, :, None]).to(DTYPE)
+    RAISED: gl.constexpr = 2.0**126 / SMALLER if DTYPE == gl.bfloat16 else 1.0
+    s0, s1, s2, s3 = e4m3_products(words, (multiplier * RAISED)[:, None], DTYPE)
+    scale = gl.reshape(gl.join(gl.join(s0, s2), gl.join(s1, s3)), [OUTPUTS, PIECE // 16])
+    scale = gl.convert_layout(scale, gl.SliceLayout(2, GROUPS))
+    byte = gl.reshape(held.load(OF_BYTES).to(gl.int32), [OUTPUTS, PIECE // 16, 8])
+    low, high = e2m1_products(gl.convert_layout(byte, GROUPS), scale[:, :, None], DTYPE)
+    return gl.join(low, high)
 
 
 @gluon.jit
@@ -233,8 +316,10 @@ def decode_piece(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.c
 
 
 @gluon.jit
-def valid_sums(acc, ROWS: gl.constexpr, OUTPUTS: gl.constexpr):
+def valid_sums(acc, NVFP4: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr):
     """The sums [OUTPUTS, ROWS] of outputs in acc [WIDE, ROWS]: see :func:`decode_piece`."""
+    if NVFP4 and DTYPE == gl.bfloat16:
+        acc = acc * SMALLER
     if OUTPUTS == WIDE:
         return acc
     else:
@@ -286,7 +371,7 @@ def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out,
             acc = warpgroup_mma_wait(0, [product])
         mbarrier.arrive(free.index(behind))
         s1, z1 = s2, z2
-    acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, x, stage, acc, DOT)]), ROWS, OUTPUTS)
+    acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, x, stage, acc, DOT)]), NVFP4, DTYPE, ROWS, OUTPUTS)
     store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
 
 
@@ -324,7 +409,7 @@ def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums,
         mbarrier.arrive(free.index(stage))
     if TURN == 0:
         mbarrier.wait(turns.index(TURNS), 0)
-        acc = valid_sums(sums.load(MMA), ROWS, OUTPUTS)
+        acc = valid_sums(sums.load(MMA), NVFP4, DTYPE, ROWS, OUTPUTS)
         store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
 
 

@@ -39,7 +39,6 @@ from unisono.kernels.gemm.packed_gluon import (
     WIDE,
     decode_piece,
     load_group,
-    of_multipliers,
     of_scales,
     piece_product,
     valid_sums,
@@ -198,7 +197,7 @@ def _multiply(GROUP: gl.constexpr, scales, zeros, out, held, w, rows, full, free
         outputs = _rows(e, column, of_scales(NVFP4, OUTPUTS), N, GATED, OUTPUTS)
         multiplier = outputs
         if NVFP4:
-            multiplier = gl.load(zeros + _rows(e, column, of_multipliers(OUTPUTS), N, GATED, OUTPUTS))
+            multiplier = gl.load(zeros + outputs)
         s0, z0 = load_group(scales, zeros, outputs, 0, INPUTS, K, NVFP4, HAS_ZEROS, OUTPUTS)
         s1, z1 = load_group(scales, zeros, outputs, 1, INPUTS, K, NVFP4, HAS_ZEROS, OUTPUTS)
         acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
@@ -215,7 +214,7 @@ def _multiply(GROUP: gl.constexpr, scales, zeros, out, held, w, rows, full, free
             acc = warpgroup_mma_wait(0, [product])
             mbarrier.arrive(free.index(behind))
             s1, z1 = s2, z2
-        acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, rows, stage, acc, DOT)]), ROWS, OUTPUTS)
+        acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, rows, stage, acc, DOT)]), NVFP4, DTYPE, ROWS, OUTPUTS)
         _finish(acc, out, held, n, column, N, GATED, UP, ROWS, OUTPUTS)
 
 
