@@ -23,7 +23,7 @@ from multiprocessing import get_context
 import torch
 
 from benchmarks.experts import SHAPES, graph_us
-from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP
+from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe import integers, nvfp4
 from unisono.kernels.moe.packed_gluon import launch_packed_experts, rows_of

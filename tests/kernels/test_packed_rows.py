@@ -5,11 +5,12 @@ import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine, Number
 from unisono.kernels import hopper
-from unisono.kernels.gemm import fp8_gluon, packed_gluon
+from unisono.kernels.gemm import fp8_gluon, packed_decoding, packed_gluon
 from unisono.kernels.gemm.int4 import exact_int4_rows, unpack_cpu
 from unisono.kernels.gemm.linear import launch_linear
 from unisono.kernels.gemm.nvfp4 import exact_nvfp4_rows, nvfp4_decode
-from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP, launch_packed_rows
+from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
+from unisono.kernels.gemm.packed_gluon import launch_packed_rows
 from unisono.kernels.gemm.tile import Tile
 
 KINDS = ("int4", "int4 zeros", "nvfp4")
@@ -30,15 +31,15 @@ def decoded(operands: tuple, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("outputs", "turns"), [(64, 1), (64, 2), (32, 1), (32, 2)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_programs_compute_the_product(kind, outputs, turns):
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float16) for kind in KINDS), ("nvfp4", torch.bfloat16)])
+def test_programs_compute_the_product(kind, dtype, outputs, turns):
     """Stages are free before they are loaded, and groups of warps add up the pieces in turn."""
     rows, n, k = 19, 100, 1216  # the last tiles of both and the last piece are not full
-    operands, x = weight_of(kind, n, k), torch.randn(rows, k).half()
+    operands, x = weight_of(kind, n, k), torch.randn(rows, k).to(dtype)
     weight, scales, zeros, group = operands
-    residual, tile = torch.randn(rows, n).half(), Tile(16, outputs, 128, 4 * turns, 4, registers=80)
-    out = torch.full((rows, n), float("nan")).half()
-    Machine((packed_gluon, fp8_gluon, hopper), (2, -(-n // outputs))).run(
+    residual, tile = torch.randn(rows, n).to(dtype), Tile(16, outputs, 128, 4 * turns, 4, registers=80)
+    out = torch.full((rows, n), float("nan")).to(dtype)
+    Machine((packed_gluon, packed_decoding, fp8_gluon, hopper), (2, -(-n // outputs))).run(
         packed_gluon.packed_rows_kernel,
         x_desc=Descriptor(x, [tile.m, 64]), w_desc=Descriptor(weight, [outputs, 64]),
         scales=(scales.view(torch.int32) if kind == "nvfp4" else scales).view(-1),
@@ -46,8 +47,9 @@ def test_programs_compute_the_product(kind, outputs, turns):
         M=rows, N=n, K=Number(k), GROUP=group, NVFP4=kind == "nvfp4", HAS_ZEROS=kind == "int4 zeros",
         HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **packed_gluon._sizes(tile),
     )  # fmt: skip
-    want = (x.float() @ decoded(operands, torch.float16).float().t()).half() + residual
-    torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
+    want = (x.float() @ decoded(operands, dtype).float().t()).to(dtype) + residual
+    error = 2e-3 if dtype is torch.float16 else 2e-2
+    torch.testing.assert_close(out, want, rtol=error, atol=error)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")

@@ -2,8 +2,9 @@
 
 The rule of the format, the same in every kernel and on a CPU: an output's 16 inputs share an e4m3 scale, and an output
 has an fp32 multiplier. ``s = scale * multiplier`` is rounded to fp32 and then to the activations' dtype; the weight
-``e2m1 * s`` is rounded to that dtype once. So kernels can multiply pairs of 16-bit numbers. Activations are not quantised. The product of rounded weights accumulates K in one
-sequence in fp32, exactly as ``kernels/gemm/linear.py`` does.
+``e2m1 * s`` is rounded to that dtype once, so that kernels may multiply pairs of 16-bit numbers. Activations are not
+quantised. The product of rounded weights accumulates K in one sequence in fp32, exactly as ``kernels/gemm/linear.py``
+does.
 
 As in ``kernels/gemm/int4.py`` up to FEW_ROWS rows one kernel decodes weights in registers, with outputs as the
 instruction's M so that it is always wgmma on Hopper. Above, the weight is decoded into a buffer for the plain product,
@@ -24,7 +25,8 @@ import triton.language as tl
 
 from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, FewRowsProduct, decoding_tile
 from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
-from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP, launch_packed_rows, suits
+from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
+from unisono.kernels.gemm.packed_gluon import launch_packed_rows, suits
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
