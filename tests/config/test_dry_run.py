@@ -153,10 +153,14 @@ def test_a_27b_in_4_bits_with_mtp_fits_24_gib() -> None:
     hidden, mlp, heads, size = 5120, 17408, 24 * 256, 4 * 256
     module = 2 * hidden * hidden + 3 * hidden * mlp + hidden * (2 * heads + 2 * size) + heads * hidden
     assert 0 < memory["drafter"] - 2 * module < 1e6, "norms; embedding and LM head are the target's"
-    assert memory["requests"] == int(decisions["max_num_seqs"]["value"]) == 10
+    assert memory["requests"] == int(decisions["max_num_seqs"]["value"]) == 7
     assert "170 MiB of recurrent state" in decisions["max_num_seqs"]["reason"]
-    assert [each["name"] for each in info["decisions"]].count("max_num_seqs") == 1
-    assert 20_000 < memory["kv_tokens"] < 40_000
+    assert memory["pass_tokens"] == int(decisions["max_num_batched_tokens"]["value"]) == 1024
+    mlp_pass = 1024 * 2 * (2 * mlp + mlp + 4 * hidden) + 2 * (2 * mlp) * hidden
+    assert memory["pass"] == mlp_pass, "gate and up, their product, the residual stream; the unpacked weight"
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        assert [each["name"] for each in info["decisions"]].count(name) == 1
+    assert 15_000 < memory["kv_tokens"] < 25_000
     assert decisions["kernels"]["value"] == "Triton"
 
 
@@ -190,3 +194,10 @@ def test_large_cards_keep_the_usual_number_of_requests() -> None:
     for shape, memory in (("qwen3.5-35b-a3b", "139GiB"), ("qwen3.5-35b-a3b-fp8", "79GiB"), ("qwen3.5-9b", "79GiB")):
         info = json.loads(card_plan(shape, memory, "9.0").stdout)
         assert info["memory"]["requests"] == 256, shape
+        assert info["memory"]["pass_tokens"] == 8192, shape
+
+
+def test_numbers_that_the_user_set_stay() -> None:
+    flags = "--max-num-batched-tokens", "2048", "--max-num-seqs", "2"
+    memory = json.loads(card_plan("qwen3.8-27b-awq", "24GiB", "8.9", *flags).stdout)["memory"]
+    assert (memory["requests"], memory["pass_tokens"]) == (2, 2048)
