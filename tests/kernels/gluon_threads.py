@@ -218,6 +218,11 @@ def four_scales(word: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype
     return list(scales.to(dtype).float().unbind(-1))
 
 
+def one_scale(bits: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``packed_decoding.e4m3_product``, as :func:`four_scales`."""
+    return (bits.to(torch.uint8).view(torch.float8_e4m3fn).float() * multiplier).to(dtype).float()
+
+
 def two_weights(byte: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """``packed_decoding.e2m1_products``; in bf16 the scale has a factor."""
     byte, factor = byte & 255, 2.0**-126 if dtype is torch.bfloat16 else 1.0
@@ -336,7 +341,8 @@ class Machine:
             "fence_async_shared": lambda: None, "block_barrier": lambda: None,
             "HALF": 32, "WIDTH": 128, "bits_as": lambda value, dtype: value.view(dtype),
             "masked": lambda bits, mask, base: ((bits & mask) | base).view(torch.float32),
-            "e4m3_products": four_scales, "e2m1_products": two_weights,
+            "e4m3_products": four_scales, "e4m3_product": one_scale,
+            "e2m1_products": two_weights,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
             "scale_for": lambda largest: largest.clamp(min=1e-10) / 448.0,
             "scales_of": lambda value: value.abs().amax(1).clamp(min=1e-10) / 448.0,
@@ -357,7 +363,7 @@ class Machine:
         nothing = lambda *_, **__: None  # noqa: E731
         return types.SimpleNamespace(
             constexpr=Any, float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64, float32=torch.float32,
-            bfloat16=torch.bfloat16,
+            bfloat16=torch.bfloat16, int16=torch.int16,
             NVMMADistributedLayout=nothing, BlockedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
             SwizzledSharedLayout=nothing, NVMMASharedLayout=nothing, DistributedLinearLayout=nothing,
             int8=torch.int8, uint8=torch.uint8, reshape=torch.reshape, permute=torch.permute, full_like=torch.full_like,

@@ -22,6 +22,24 @@ NVFP4_GROUP = 16
 SMALLER = gl.constexpr(256.0)
 """Quotient of NVFP4 weights in bf16 and their decoded numbers, so that scales below 1,020 stay within bf16's range."""
 
+RAISED = gl.constexpr(2.0**126 / 256.0)
+"""Factor of NVFP4 scales in bf16: see :func:`e2m1_products`, and SMALLER."""
+
+_SCALE = """
+{
+    .reg .b16 a, b;
+    .reg .b32 ab;
+    .reg .f32 f;
+    cvt.rn.f16x2.e4m3x2 ab, $1;
+    mov.b32 {a, b}, ab;
+    cvt.f32.f16 f, a;
+    mul.rn.f32 f, f, $2;
+    cvt.rn.DTYPE.f32 $0, f, f;
+}
+"""
+_SCALE_BF16 = gl.constexpr(_SCALE.replace("DTYPE", "bf16x2"))
+_SCALE_FP16 = gl.constexpr(_SCALE.replace("DTYPE", "f16x2"))
+
 _SCALES = """
 {
     .reg .b16 low, high, a, b, c, d;
@@ -116,6 +134,37 @@ WORDS_32 = gl.constexpr(
 )
 
 
+CHUNKS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 32]], [[0, 16], [1, 0], [2, 0], [4, 0], [8, 0]], [[16, 0], [32, 0]], [],
+        [64, 64],
+    )
+)  # fmt: skip
+"""Bytes of a piece in chunks: a thread has 16 that follow each other in each half of an output."""
+
+CHUNKS_32 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 64]
+    )
+)
+"""The same of 32 outputs, 8 bytes in each half."""
+
+OF_CHUNKS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 4, 0]],
+        [[0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 8],
+    )
+)  # fmt: skip
+"""CHUNKS by output, group of 16 inputs and byte."""
+
+OF_CHUNKS_32 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 4, 0]],
+        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [], [32, 8, 8],
+    )
+)  # fmt: skip
+
+
 @gluon.jit
 def masked(bits, mask: gl.constexpr, base: gl.constexpr):
     """Compute ``bits & mask | base`` in one instruction, as fp32; the compiler makes two of it."""
@@ -123,6 +172,13 @@ def masked(bits, mask: gl.constexpr, base: gl.constexpr):
         "lop3.b32 $0, $1, $2, $3, 0xEA;", "=f,r,r,r",
         [bits, gl.full_like(bits, mask), gl.full_like(bits, base)], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def e4m3_product(bits, multiplier, DTYPE: gl.constexpr):
+    """Multiply e4m3 numbers, in the low bits of int16, round to DTYPE, return each twice, as an integer's halves."""
+    code: gl.constexpr = _SCALE_BF16 if gl.bfloat16 == DTYPE else _SCALE_FP16
+    return gl.inline_asm_elementwise(code, "=r,h,f", [bits, multiplier], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -181,13 +237,11 @@ def load_group(scales, zeros, rows, piece, GROUP: gl.constexpr, K, NVFP4: gl.con
 
 
 @gluon.jit
-def _integers(held, scale, zero, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
-    """Decode bytes to pairs ``(q - zero) * scale``, as ``integers_decoded`` of ``kernels/gemm/decoded.py``."""
-    OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
-    byte = held.load(OF_BYTES).to(gl.int32)
+def integer_pairs(byte, scale, zero, DTYPE: gl.constexpr):
+    """Decode bytes [OUTPUTS, any] to ``(q - zero) * scale``, as ``integers_decoded`` of ``kernels/gemm/decoded.py``."""
     low = masked(byte, 0x0F, 0x4B000000) - (8388608.0 + zero)[:, None]
     high = masked(byte, 0xF0, 0x49000000) - (524288.0 + zero)[:, None]
-    return gl.join((low * scale[:, None]).to(DTYPE), (high * scale[:, None]).to(DTYPE))
+    return (low * scale[:, None]).to(DTYPE), (high * scale[:, None]).to(DTYPE)
 
 
 @gluon.jit
@@ -195,8 +249,8 @@ def _e2m1(held, words, multiplier, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
     """Decode bytes to pairs of weights, by the rule of ``kernels/gemm/nvfp4.py``; in bf16 ``1 / SMALLER`` of them."""
     OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
     GROUPS: gl.constexpr = BY_GROUP if OUTPUTS == WIDE else BY_GROUP_32
-    RAISED: gl.constexpr = 2.0**126 / SMALLER if gl.bfloat16 == DTYPE else 1.0
-    s0, s1, s2, s3 = e4m3_products(words, (multiplier * RAISED)[:, None], DTYPE)
+    raised = multiplier * (RAISED if gl.bfloat16 == DTYPE else 1.0)
+    s0, s1, s2, s3 = e4m3_products(words, raised[:, None], DTYPE)
     scale = gl.reshape(gl.join(gl.join(s0, s2), gl.join(s1, s3)), [OUTPUTS, PIECE // 16])
     scale = gl.convert_layout(scale, gl.SliceLayout(2, GROUPS))
     byte = gl.reshape(held.load(OF_BYTES).to(gl.int32), [OUTPUTS, PIECE // 16, 8])
@@ -208,10 +262,12 @@ def _e2m1(held, words, multiplier, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
 def decode_piece(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr,
                  OUTPUTS: gl.constexpr):  # fmt: skip
     """Decode a piece [OUTPUTS, PIECE / 2] to registers. With 32 outputs every other eight rows are zeros."""
-    if NVFP4:  # noqa: SIM108
+    if NVFP4:
         values = _e2m1(held, scale, multiplier, DTYPE, OUTPUTS)
     else:
-        values = _integers(held, scale, zero, DTYPE, OUTPUTS)
+        OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
+        low, high = integer_pairs(held.load(OF_BYTES).to(gl.int32), scale, zero, DTYPE)
+        values = gl.join(low, high)
     values = gl.reshape(values, [OUTPUTS, PIECE])
     if OUTPUTS < WIDE:
         both = gl.reshape(gl.join(values, gl.zeros_like(values)), [OUTPUTS // 8, 8, PIECE, 2])
