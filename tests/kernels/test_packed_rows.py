@@ -75,7 +75,7 @@ def test_the_kernel_of_few_rows_has_the_plain_bits(size, kind, device):
             tile = Tile(16 if rows <= 16 else 64, outputs, 128, 4 * turns, 4, registers=104)
             assert torch.equal(launch_packed_rows(x, *operands, bias, residual[:rows], tile), want)
         for outputs, turns in ((64, 2), (64, 3), (32, 2), (32, 3)):
-            tile = Tile(16 if rows <= 16 else 64, outputs, 128, 4 + 4 * turns, 6, registers=104)
+            tile = Tile(16 if rows <= 16 else 64, outputs, 128, 4 + 4 * turns, 6, registers=96)
             assert torch.equal(launch_packed_shared(x, *operands, bias, residual[:rows], tile), want)
 
 

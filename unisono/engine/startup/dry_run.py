@@ -18,10 +18,12 @@ from unisono.engine.scheduling.default_drafts import with_default_drafts
 from unisono.engine.startup.memory import CPU_KV_BYTES
 from unisono.engine.startup.model_size import (
     CONTEXT_BYTES,
+    STATES_BESIDE,
     PassBytes,
     StateBytes,
     drafter_bytes,
     file_bytes,
+    fitting_drafts,
     fitting_sizes,
     left_of,
     module_bytes,
@@ -91,6 +93,7 @@ def dry_run(
     drafter = drafter_bytes(resolved, checkpoint, model, hardware)
     largest = PassBytes.of(model)
     if resolved.device.type == "cuda":
+        resolved, drafter = fitting_drafts(resolved, weights, drafter, model, hardware)
         resolved = fitting_sizes(resolved, weights + drafter, state, largest, hardware.total_bytes)
     decisions = [*resolved.explain()["decisions"]]
     if hardware.capability is not None and resolved.device.type == "cuda":
@@ -145,7 +148,7 @@ def _memory(
         "kv_request": config.max_model_len * state.token,
         "state_request": state.request,
         "requests": config.max_num_seqs,
-        "states": config.max_num_seqs * state.request,
+        "states": (config.max_num_seqs + STATES_BESIDE) * state.request,
         "pass": largest.of_tokens(config.max_num_batched_tokens),
         "pass_tokens": config.max_num_batched_tokens,
     }
@@ -179,7 +182,9 @@ def rows(info: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
         ("of a request with the whole context", _size(memory["kv_request"])),
     ]
     if memory["state_request"]:
-        parts.append((f"recurrent state of {memory['requests']} requests", _size(memory["states"])))
+        parts.append(
+            (f"recurrent state of {memory['requests']} requests, padding and a snapshot", _size(memory["states"]))
+        )
     if memory["device"] is not None:
         parts.append((f"activations of {memory['pass_tokens']} prompt tokens, estimated", _size(memory["pass"])))
         parts.append(("CUDA and its libraries, estimated", _size(CONTEXT_BYTES)))

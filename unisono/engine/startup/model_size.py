@@ -20,6 +20,7 @@ from unisono.config.gguf.directory import source as gguf_source
 from unisono.config.preflight.weights import check_weights
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.from_checkpoint import drafting_bytes
+from unisono.drafters.quantization import copied_head_bytes
 from unisono.engine.startup.memory import GPU_SLACK
 from unisono.kv.specs import PAGE_SIZE, Paged, PerSlot, Recurrent, leaves
 from unisono.layers.experts import Experts
@@ -36,8 +37,14 @@ STATE_SHARE = 0.55
 PASS_SHARE, LEAST_TOKENS = 0.2, 512
 """Largest share of the same bytes that activations of a prompt pass take by default, and its least tokens."""
 
-CONTEXT_BYTES = 1 << 29
-"""Bytes of a GPU that CUDA, its libraries and loaded kernels take."""
+CONTEXT_BYTES = 1 << 30
+"""Bytes of a GPU that CUDA, its libraries, loaded kernels and tables take: an estimate."""
+
+STATES_BESIDE = 2
+"""States beside those of requests: of padding and of the first snapshot."""
+
+COPY_SHARE = 0.25
+"""Largest share of what weights leave that an fp8 copy of the LM head, for drafts, takes by default."""
 
 SMALL_GPU = 48 << 30
 """Bytes of a GPU below which any model's default sizes are fitted; above, those of recurrent layers alone."""
@@ -130,8 +137,7 @@ def drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint, model: Decoder
         return 0
     if spec.model is not None:
         return file_bytes(catalog.find_directory(spec.model))
-    e4m3 = hardware.capability is not None and hardware.capability >= (8, 9)
-    return drafting_bytes(checkpoint.path, spec, model, e4m3)
+    return drafting_bytes(checkpoint.path, spec, model, _multiplies_e4m3(hardware))
 
 
 def file_bytes(directory: Path) -> int:
@@ -171,13 +177,36 @@ def fitting_sizes(
         config = _lowered(config, "max_num_batched_tokens", tokens, reason)
     if requested.max_num_seqs is None and state.request:
         beside = max(0, left - largest.of_tokens(tokens))
-        fit = max(1, int(STATE_SHARE * beside) // state.request)
+        fit = max(1, int(STATE_SHARE * beside) // state.request - STATES_BESIDE)
         reason = (
             f"a request has {state.request >> 20} MiB of recurrent state, and weights and a prompt pass leave "
             f"{beside >> 20} MiB: states take {STATE_SHARE:.0%} of these"
         )
         config = _lowered(config, "max_num_seqs", fit, reason)
     return config
+
+
+def fitting_drafts(
+    config: ResolvedConfig, weights: int, drafter: int, model: Decoder, hardware: Hardware
+) -> tuple[ResolvedConfig, int]:
+    """Leave the fp8 copy of the LM head away by default, where it takes COPY_SHARE of what weights leave.
+
+    weights, drafter: bytes of the target and of its drafter with the copy. Returns the drafter's bytes, too.
+    """
+    spec = config.speculative
+    if not drafter or spec is None or spec.model is not None or "draft_quantization" in spec.options:
+        return config, drafter
+    copied = copied_head_bytes("auto", model.lm_head, _multiplies_e4m3(hardware))
+    left = left_of(config, weights + drafter - copied, hardware.total_bytes)
+    if copied <= COPY_SHARE * left:
+        return config, drafter
+    spec = replace(spec, options={**spec.options, "draft_quantization": "none"})
+    reason = f"an fp8 copy of the LM head takes {copied >> 20} MiB, and weights leave {left >> 20} MiB"
+    return config.decide("draft_quantization", "none", reason, speculative=spec), drafter - copied
+
+
+def _multiplies_e4m3(hardware: Hardware) -> bool:
+    return hardware.capability is not None and hardware.capability >= (8, 9)
 
 
 def _lowered(config: ResolvedConfig, name: str, value: int, reason: str) -> ResolvedConfig:
@@ -191,13 +220,14 @@ def _lowered(config: ResolvedConfig, name: str, value: int, reason: str) -> Reso
 def with_fitting_sizes(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
     """:func:`fitting_sizes` on the GPU of an engine; the configuration on a CPU, and on a large GPU if all attends."""
     requested = config.requested
-    if config.device.type != "cuda" or None not in (requested.max_num_seqs, requested.max_num_batched_tokens):
+    if config.device.type != "cuda":
         return config
     attends = all(isinstance(layer.mixer, AttentionSpec) for layer in checkpoint.config.layers)
     hardware = Hardware.detect(requested.device)
     if attends and hardware.total_bytes >= SMALL_GPU:
         return config
     model = on_meta(checkpoint, config)
-    weights = module_bytes(model) + drafter_bytes(config, checkpoint, model, hardware)
+    weights, drafter = module_bytes(model), drafter_bytes(config, checkpoint, model, hardware)
+    config, drafter = fitting_drafts(config, weights, drafter, model, hardware)
     state = StateBytes.of(model.state_specs(), round_width(config))
-    return fitting_sizes(config, weights, state, PassBytes.of(model), hardware.total_bytes)
+    return fitting_sizes(config, weights + drafter, state, PassBytes.of(model), hardware.total_bytes)

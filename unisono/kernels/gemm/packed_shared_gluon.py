@@ -267,7 +267,7 @@ def _sizes(tile: Tile) -> dict[str, int | None]:
     A group that waits for a stage knows that its earlier piece is there only from what the group has waited for: its
     own last piece, TURNS before, and the place that was free for it, DEPTH before that.
     """
-    turns, depth = tile.warps // 4 - 1, tile.stages // 2
+    turns, depth = tile.warps // 4 - 1, tile.stages // 2  # with the warp that loads, warps count in fours
     if tile.stages < turns + depth:
         raise ValueError(f"{tile.stages} stages: {turns} groups that decode need {2 * turns}")
     return {
@@ -299,18 +299,28 @@ def _case(dtype: str, tile: Tile, nvfp4: bool, zeros: bool, bias: bool) -> AotCa
     return AotCase(packed_shared_kernel, signature, _sizes(tile) | options, num_warps=4, maxnreg=tile.registers)
 
 
-TILES = (
-    Tile(16, 32, PIECE.value, 12, 8, registers=104),
-    Tile(16, 64, PIECE.value, 16, 8, registers=104),
-    Tile(64, 32, PIECE.value, 12, 6, registers=104),
-)
+_FEW = 132 * 32
+"""Outputs up to which programs of 32 are no more than an H200's multiprocessors."""
+
+_TILES = {
+    (16, True): Tile(16, 32, PIECE.value, 12, 8, registers=104),
+    (16, False): Tile(16, 64, PIECE.value, 16, 8, registers=96),
+    (64, True): Tile(64, 32, PIECE.value, 12, 6, registers=104),
+}
+"""Fastest tiles by rows, and whether there are at most _FEW outputs."""
+
+
+def shared_tile(rows: int, n: int) -> Tile | None:
+    """The tile of this kernel for a number of rows and outputs; None: ``packed_gluon.py`` is faster."""
+    return _TILES.get((16 if rows <= 16 else 64, n <= _FEW)) if n <= 2 * _FEW else None
+
 
 AOT = [
     *(
         _case("bf16", tile, nvfp4, zeros, False)
-        for tile in TILES
+        for tile in _TILES.values()
         for nvfp4, zeros in ((False, False), (False, True), (True, False))
     ),
-    _case("fp16", TILES[0], False, True, True),
-    _case("fp16", TILES[0], True, False, True),
+    _case("fp16", _TILES[16, True], False, True, True),
+    _case("fp16", _TILES[16, True], True, False, True),
 ]
