@@ -47,7 +47,7 @@ COPY_SHARE = 0.25
 """Largest share of what weights leave that an fp8 copy of the LM head, for drafts, takes by default."""
 
 SMALL_GPU = 48 << 30
-"""Bytes of a GPU below which any model's default sizes are fitted; above, those of recurrent layers alone."""
+"""Bytes that an engine may use below which any model's default sizes are fitted; above, those of recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,10 @@ def with_fitting_sizes(config: ResolvedConfig, checkpoint: Checkpoint) -> Resolv
     requested = config.requested
     if config.device.type != "cuda":
         return config
+    fixed = None not in (requested.max_num_seqs, requested.max_num_batched_tokens)
     attends = all(isinstance(layer.mixer, AttentionSpec) for layer in checkpoint.config.layers)
     hardware = Hardware.detect(requested.device)
-    if attends and hardware.total_bytes >= SMALL_GPU:
+    if (attends or fixed) and requested.gpu_memory_utilization * hardware.total_bytes >= SMALL_GPU:
         return config
     model = on_meta(checkpoint, config)
     weights, drafter = module_bytes(model), drafter_bytes(config, checkpoint, model, hardware)
