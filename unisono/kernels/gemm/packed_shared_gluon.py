@@ -5,6 +5,8 @@ Groups of four warps decode pieces of the weight to shared memory, taking turns;
 their sequence of products over K waits for nothing but decoded pieces. One warp loads with the tensor memory
 accelerator. Weights are loaded and decoded before the kernel before this one has ended.
 
+It is off: no GPU has run it (:data:`SERVED`). ``python -m benchmarks.four_bits --kernels shared`` compares and times it.
+
 Shapes: M rows, K inputs, N outputs.
 """
 
@@ -299,6 +301,9 @@ def _case(dtype: str, tile: Tile, nvfp4: bool, zeros: bool, bias: bool) -> AotCa
     return AotCase(packed_shared_kernel, signature, _sizes(tile) | options, num_warps=4, maxnreg=tile.registers)
 
 
+SERVED = False
+"""True: products of few outputs run on this kernel, if the start finds the Triton kernel's bits."""
+
 _FEW = 132 * 32
 """Outputs up to which programs of 32 are no more than an H200's multiprocessors."""
 
@@ -307,12 +312,12 @@ _TILES = {
     (16, False): Tile(16, 64, PIECE.value, 16, 8, registers=96),
     (64, True): Tile(64, 32, PIECE.value, 12, 6, registers=104),
 }
-"""Fastest tiles by rows, and whether there are at most _FEW outputs."""
+"""Tiles by rows, and whether there are at most _FEW outputs; not timed."""
 
 
 def shared_tile(rows: int, n: int) -> Tile | None:
-    """The tile of this kernel for a number of rows and outputs; None: ``packed_gluon.py`` is faster."""
-    return _TILES.get((16 if rows <= 16 else 64, n <= _FEW)) if n <= 2 * _FEW else None
+    """The tile of this kernel for a number of rows and outputs; None: that of ``packed_gluon.py`` serves."""
+    return _TILES.get((16 if rows <= 16 else 64, n <= _FEW)) if SERVED and n <= 2 * _FEW else None
 
 
 AOT = [

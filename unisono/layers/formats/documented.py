@@ -37,9 +37,9 @@ class DocumentedFormat:
 
 
 _FP8 = ("gemm.fp8", "gemm.fp8_gluon", "moe.fp8")
-_INT4 = ("gemm.int4", "gemm.packed_gluon", "gemm.packed_shared_gluon", "moe.integers", "moe.packed_gluon")
+_INT4 = ("gemm.int4", "gemm.packed_gluon", "moe.integers", "moe.packed_gluon")
 _INT8 = ("gemm.int8_weights", "moe.integers")
-_NVFP4 = ("gemm.nvfp4", "gemm.packed_gluon", "gemm.packed_shared_gluon", "moe.nvfp4", "moe.packed_gluon")
+_NVFP4 = ("gemm.nvfp4", "gemm.packed_gluon", "moe.nvfp4", "moe.packed_gluon")
 _NONE = "not quantised"
 
 ROWS = (
