@@ -5,7 +5,8 @@ Groups of four warps decode pieces of the weight to shared memory, taking turns;
 their sequence of products over K waits for nothing but decoded pieces. One warp loads with the tensor memory
 accelerator. Weights are loaded and decoded before the kernel before this one has ended.
 
-It is off: no GPU has run it (:data:`SERVED`). ``python -m benchmarks.four_bits --kernels shared`` compares and times it.
+It is off: no GPU has run it (:data:`SERVED`). ``python -m benchmarks.four_bits --kernels shared`` compares it with
+Triton's kernel and times it.
 
 Shapes: M rows, K inputs, N outputs.
 """
