@@ -90,3 +90,10 @@ def test_a_device_without_the_kernel_keeps_the_triton_one(kernel):
 def test_groups_that_decode_need_stages():
     with pytest.raises(ValueError, match="4 stages: 3 groups that decode need 6"):
         packed_shared_gluon._sizes(Tile(16, 64, 128, 16, 4, registers=80))
+
+
+def test_products_of_few_outputs_would_decode_to_shared_memory(monkeypatch):
+    assert packed_shared_gluon.shared_tile(1, 4096) is None, "no GPU has run the kernel"
+    monkeypatch.setattr(packed_shared_gluon, "SERVED", True)
+    chosen = {each: packed_shared_gluon.shared_tile(*each) for each in ((1, 4096), (16, 6144), (64, 6144), (1, 24576))}
+    assert [tile and tile.n for tile in chosen.values()] == [32, 64, None, None]
