@@ -22,7 +22,7 @@ NVFP4_GROUP = 16
 SMALLER = gl.constexpr(256.0)
 """Quotient of NVFP4 weights in bf16 and their decoded numbers, so that scales below 1,020 stay within bf16's range."""
 
-RAISED = gl.constexpr(2.0**126 / 256.0)
+RAISED = gl.constexpr(2.0**126 / SMALLER.value)
 """Factor of NVFP4 scales in bf16: see :func:`e2m1_products`, and SMALLER."""
 
 _SCALE = """
@@ -40,6 +40,7 @@ _SCALE = """
 _SCALE_BF16 = gl.constexpr(_SCALE.replace("DTYPE", "bf16x2"))
 _SCALE_FP16 = gl.constexpr(_SCALE.replace("DTYPE", "f16x2"))
 
+# The same of the four numbers of a word; conversions take two.
 _SCALES = """
 {
     .reg .b16 low, high, a, b, c, d;
@@ -277,7 +278,7 @@ def decode_piece(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.c
 
 @gluon.jit
 def valid_sums(acc, NVFP4: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr):
-    """The sums [OUTPUTS, ROWS] of outputs in acc [WIDE, ROWS]: see :func:`decode_piece`."""
+    """The sums [OUTPUTS, ROWS] of outputs in acc [WIDE, ROWS]: see :func:`decode_piece` and SMALLER."""
     if NVFP4 and gl.bfloat16 == DTYPE:
         acc = acc * SMALLER
     if OUTPUTS == WIDE:
