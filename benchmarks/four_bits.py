@@ -1,6 +1,6 @@
 """Products of few rows with 4-bit weights on a GPU: the same bits as the plain product? µs by kernel and tile.
 
-    python -m benchmarks.four_bits [--kernels gluon triton]
+    python -m benchmarks.four_bits [--kernels gluon shared triton] [--kinds nvfp4]
 
 Prints Markdown tables. *bits*: rows that differ, at 1, 16, 33 and 64 rows. *speed*: µs by tile beside the time in which
 the weight is read at 4.68 TB/s. Each kernel has a process and a limit of time of its own, so that one that hangs does
@@ -22,7 +22,7 @@ from multiprocessing import get_context
 import torch
 
 from benchmarks.experts import graph_us
-from unisono.kernels.gemm import int4, nvfp4, packed_gluon
+from unisono.kernels.gemm import int4, nvfp4, packed_gluon, packed_shared_gluon
 from unisono.kernels.gemm.linear import launch_linear
 from unisono.kernels.gemm.tile import Tile
 
@@ -48,7 +48,19 @@ GLUON = {
         Tile(64, 32, 128, 4, 5, registers=104),
     ],
 }
-LIMITS = {"gluon": 60, "triton": 60}
+SHARED = {
+    16: [
+        Tile(16, 32, 128, 12, 8, registers=104),
+        Tile(16, 32, 128, 16, 8, registers=96),
+        Tile(16, 64, 128, 16, 8, registers=96),
+        Tile(16, 64, 128, 12, 4, registers=72),
+    ],
+    64: [
+        Tile(64, 32, 128, 12, 6, registers=104),
+        Tile(64, 64, 128, 16, 6, registers=96),
+    ],
+}
+LIMITS = {"gluon": 60, "shared": 60, "triton": 60}
 
 
 def weight(kind: str, n: int, k: int, seed: int = 0) -> tuple:
@@ -65,14 +77,15 @@ def weight(kind: str, n: int, k: int, seed: int = 0) -> tuple:
 
 def product(kernel: str, kind: str) -> Callable:
     """The product f(x, *operands, bias, residual, tile) of a kernel."""
-    if kernel == "gluon":
+    if kernel != "triton":
         group = () if kind != "nvfp4" else (packed_gluon.NVFP4_GROUP,)
-        return lambda x, *rest: packed_gluon.launch_packed_rows(x, *rest[:-3], *group, *rest[-3:])
+        launch = packed_gluon.launch_packed_rows if kernel == "gluon" else packed_shared_gluon.launch_packed_shared
+        return lambda x, *rest: launch(x, *rest[:-3], *group, *rest[-3:])
     return nvfp4.launch_nvfp4_linear if kind == "nvfp4" else int4.launch_int4_linear
 
 
 def tiles(kernel: str, rows: int) -> list[Tile | None]:
-    return {"triton": TRITON, "gluon": GLUON}[kernel][16 if rows <= 16 else 64]
+    return {"triton": TRITON, "gluon": GLUON, "shared": SHARED}[kernel][16 if rows <= 16 else 64]
 
 
 def warm(kernel: str, kind: str, tile: Tile | None, rows: int) -> str:
@@ -86,8 +99,8 @@ def warm(kernel: str, kind: str, tile: Tile | None, rows: int) -> str:
     return ""
 
 
-def bits(kernel: str) -> Iterator[list[object]]:
-    for kind in KINDS:
+def bits(kernel: str, kinds: list[str]) -> Iterator[list[object]]:
+    for kind in kinds:
         for name, (n, k) in SHAPES.items():
             operands = weight(kind, n, k)
             decode = nvfp4.launch_nvfp4_decode if kind == "nvfp4" else int4.launch_unpack
@@ -104,8 +117,8 @@ def bits(kernel: str) -> Iterator[list[object]]:
             yield [kind, name, *found]
 
 
-def speed(kernel: str) -> Iterator[list[object]]:
-    for kind in KINDS[1:]:
+def speed(kernel: str, kinds: list[str]) -> Iterator[list[object]]:
+    for kind in (each for each in kinds if each in KINDS[1:]):
         for name, (n, k) in SHAPES.items():
             count = max(2, -(-150_000_000 // (n * k // 2)))
             weights = [weight(kind, n, k, seed) for seed in range(count)]
@@ -122,15 +135,15 @@ def speed(kernel: str) -> Iterator[list[object]]:
                 yield [kind, name, rows, f"{floor:.1f}", *times]
 
 
-def part(kernel: str) -> None:
+def part(kernel: str, kinds: list[str]) -> None:
     jobs = [
-        (kernel, kind, tile, rows) for rows in (1, 16, 33, 64) for kind in KINDS
+        (kernel, kind, tile, rows) for rows in (1, 16, 33, 64) for kind in kinds
         for tile in tiles(kernel, rows)[: 1 if kind == "int4" or rows == 33 else None]
     ]  # fmt: skip
     with ProcessPoolExecutor(14, get_context("spawn")) as pool:
         failed = [line for line in pool.map(warm, *zip(*jobs, strict=True)) if line]
     print("\n".join(sorted(failed)), flush=True)
-    for title, rows in (("bits", bits(kernel)), ("speed", speed(kernel))):
+    for title, rows in (("bits", bits(kernel, kinds)), ("speed", speed(kernel, kinds))):
         print(f"**{kernel}: {title}**", flush=True)
         for row in rows:
             print(f"| {' | '.join(map(str, row))} |", flush=True)
@@ -139,13 +152,14 @@ def part(kernel: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", nargs="+", default=list(LIMITS), choices=list(LIMITS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--part")
     given = parser.parse_args()
     if given.part:
         with torch.inference_mode():
-            return part(given.part)
+            return part(given.part, given.kinds)
     for kernel in given.kernels:
-        command = [sys.executable, "-m", "benchmarks.four_bits", "--part", kernel]
+        command = [sys.executable, "-m", "benchmarks.four_bits", "--part", kernel, "--kinds", *given.kinds]
         with subprocess.Popen(command, start_new_session=True) as child:
             try:
                 child.wait(LIMITS[kernel])

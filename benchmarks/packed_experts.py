@@ -1,6 +1,6 @@
 """Products of experts with 4-bit weights on a GPU: the same bits as the Triton kernels? µs by kernel and tile.
 
-    python -m benchmarks.packed_experts [--parts gluon triton bits] [--tokens 1 64]
+    python -m benchmarks.packed_experts [--parts gluon triton bits] [--kinds nvfp4] [--tokens 1 64]
 
 Prints Markdown tables for the experts of 35B-A3B. *bits*: does the comparison of an engine's start hold? *triton*,
 *gluon*: µs of gate and up, and of down, beside the time in which the chosen experts' weights are read at 4.68 TB/s.
@@ -23,7 +23,7 @@ from multiprocessing import get_context
 import torch
 
 from benchmarks.experts import SHAPES, graph_us
-from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP
+from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe import integers, nvfp4
 from unisono.kernels.moe.packed_gluon import launch_packed_experts, rows_of
@@ -116,8 +116,8 @@ def warm(kernel: str, kind: str, tokens: int, gated: bool) -> str:
     return "\n".join(failed)
 
 
-def speed(kernel: str, tokens: tuple[int, ...]) -> Iterator[list[object]]:
-    for kind, gated in product(KINDS, (True, False)):
+def speed(kernel: str, kinds: list[str], tokens: tuple[int, ...]) -> Iterator[list[object]]:
+    for kind, gated in product(kinds, (True, False)):
         operands = operands_of(kind, gated)
         each = sum(t[0].nbytes for t in operands[:3])
         for count in measured(kind, tokens):
@@ -132,8 +132,8 @@ def speed(kernel: str, tokens: tuple[int, ...]) -> Iterator[list[object]]:
             yield [kind, "gate+up" if gated else "down", count, f"{read * each / 4.68e6:.1f}", *times]
 
 
-def bits() -> Iterator[list[object]]:
-    for kind in KINDS:
+def bits(kinds: list[str]) -> Iterator[list[object]]:
+    for kind in kinds:
         exact = nvfp4.exact_nvfp4_experts if kind == "nvfp4" else integers.exact_int4_experts
         stacks = [operands_of(kind, gated)[: 3 if kind == "nvfp4" else 4] for gated in (True, False)]
         try:
@@ -146,31 +146,32 @@ def measured(kind: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
     return tokens if kind == KINDS[0] else tokens[:3]
 
 
-def part(name: str, tokens: tuple[int, ...]) -> None:
+def part(name: str, kinds: list[str], tokens: tuple[int, ...]) -> None:
     if name != "bits":
         jobs = [
-            (name, kind, count, gated) for kind in KINDS for count in measured(kind, tokens) for gated in (True, False)
+            (name, kind, count, gated) for kind in kinds for count in measured(kind, tokens) for gated in (True, False)
         ]
         with ProcessPoolExecutor(14, get_context("spawn")) as pool:
             failed = [line for line in pool.map(warm, *zip(*jobs, strict=True)) if line]
         print("\n".join(sorted(failed)), flush=True)
     print(f"**{name}**", flush=True)
-    for row in bits() if name == "bits" else speed(name, tokens):
+    for row in bits(kinds) if name == "bits" else speed(name, kinds, tokens):
         print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(LIMITS), choices=list(LIMITS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--part", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
         with torch.inference_mode():
-            return part(given.part, tuple(given.tokens))
+            return part(given.part, given.kinds, tuple(given.tokens))
     for name in given.parts:
         command = [sys.executable, "-m", "benchmarks.packed_experts", "--part", name]
-        command += ["--tokens", *map(str, given.tokens)]
+        command += ["--kinds", *given.kinds, "--tokens", *map(str, given.tokens)]
         with subprocess.Popen(command, start_new_session=True) as child:
             try:
                 child.wait(LIMITS[name])

@@ -69,16 +69,9 @@ def since_exec() -> float:
 
 def pack(cache: Path, out: Path) -> None:
     """Pack a cache and print what the archives have."""
-    from unisono import __version__
-    from unisono.engine.startup import kernel_archives
+    from unisono.cli.kernels import pack_kernels
 
-    archives = kernel_archives.pack(cache, out, __version__)
-    if not archives:
-        raise SystemExit(f"no kernel of this code in {cache}: was it filled by starts of this commit?")
-    for path in archives:
-        manifest = kernel_archives.KernelArchive(path).manifest
-        counts = f"{len(manifest.kernels)} kernels, {len(manifest.modules)} C extensions"
-        print(f"{path}: {counts}, {path.stat().st_size:,} bytes", flush=True)
+    pack_kernels(out, cache)
 
 
 def build(models: Sequence[str], out: Path, seconds: float | None) -> None:

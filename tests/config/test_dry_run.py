@@ -76,7 +76,7 @@ def test_a_hybrid() -> None:
     text = config.get("text_config", config)
     full = text["layer_types"].count("full_attention")
     assert info["memory"]["kv_token"] == 2 * full * text["num_key_value_heads"] * text["head_dim"] * 2
-    assert info["memory"]["states"] == info["memory"]["requests"] * info["memory"]["state_request"] > 0
+    assert info["memory"]["states"] == (info["memory"]["requests"] + 2) * info["memory"]["state_request"] > 0
     assert info["model"]["drafter"] == "mtp, k = 3"
     both = info["memory"]["weights"] + info["memory"]["drafter"]
     assert both == pytest.approx(tensor_bytes(bundled["tiny-hybrid"]), rel=1e-3)  # some are kept in float32
@@ -153,22 +153,29 @@ def test_a_27b_in_4_bits_with_mtp_fits_24_gib() -> None:
     hidden, mlp, heads, size = 5120, 17408, 24 * 256, 4 * 256
     module = 2 * hidden * hidden + 3 * hidden * mlp + hidden * (2 * heads + 2 * size) + heads * hidden
     assert 0 < memory["drafter"] - 2 * module < 1e6, "norms; embedding and LM head are the target's"
-    assert memory["requests"] == int(decisions["max_num_seqs"]["value"]) == 10
+    assert memory["requests"] == int(decisions["max_num_seqs"]["value"]) == 4
     assert "170 MiB of recurrent state" in decisions["max_num_seqs"]["reason"]
-    assert [each["name"] for each in info["decisions"]].count("max_num_seqs") == 1
-    assert 20_000 < memory["kv_tokens"] < 40_000
+    assert memory["pass_tokens"] == int(decisions["max_num_batched_tokens"]["value"]) == 512
+    mlp_pass = 512 * 2 * (2 * mlp + mlp + 4 * hidden) + 2 * (2 * mlp) * hidden
+    assert memory["pass"] == mlp_pass, "gate and up, their product, the residual stream; the unpacked weight"
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        assert [each["name"] for each in info["decisions"]].count(name) == 1
+    assert 10_000 < memory["kv_tokens"] < 20_000
     assert decisions["kernels"]["value"] == "Triton"
 
 
 def test_a_copy_of_the_lm_head_is_counted() -> None:
-    shape, card = "qwen3.8-27b-awq", ("24GiB", "8.9")
+    shape, card = "qwen3.8-27b-awq", ("48GiB", "8.9")
     auto, none = (
         json.loads(card_plan(shape, *card, draft_quantization=each).stdout)["memory"] for each in ("auto", "none")
     )
     assert auto["drafter"] - none["drafter"] == 248320 * 5120
     assert auto["requests"] < none["requests"]
-    older = json.loads(card_plan(shape, "24GiB", "8.6").stdout)["memory"]
+    older = json.loads(card_plan(shape, "48GiB", "8.6").stdout)["memory"]
     assert older["drafter"] == none["drafter"], "no products of e4m3"
+    small = json.loads(card_plan(shape, "24GiB", "8.9").stdout)
+    assert small["memory"]["drafter"] == none["drafter"], "the copy would take half of what weights leave"
+    assert "takes 1212 MiB" in {each["name"]: each["reason"] for each in small["decisions"]}["draft_quantization"]
 
 
 def test_lookup_drafters_take_no_memory() -> None:
@@ -183,10 +190,17 @@ def test_states_that_do_not_fit_are_named() -> None:
     assert result.exit_code != 0
     assert "the state of 256 requests" in result.output
     assert "a lower --max-num-seqs" in result.output
-    assert "19.0 GiB on each GPU, and" in card_plan("qwen3.8-27b-awq", "16GiB", "8.9").output
+    assert "17.8 GiB on each GPU, and" in card_plan("qwen3.8-27b-awq", "16GiB", "8.9").output
 
 
 def test_large_cards_keep_the_usual_number_of_requests() -> None:
     for shape, memory in (("qwen3.5-35b-a3b", "139GiB"), ("qwen3.5-35b-a3b-fp8", "79GiB"), ("qwen3.5-9b", "79GiB")):
         info = json.loads(card_plan(shape, memory, "9.0").stdout)
         assert info["memory"]["requests"] == 256, shape
+        assert info["memory"]["pass_tokens"] == 8192, shape
+
+
+def test_numbers_that_the_user_set_stay() -> None:
+    flags = "--max-num-batched-tokens", "2048", "--max-num-seqs", "2"
+    memory = json.loads(card_plan("qwen3.8-27b-awq", "24GiB", "8.9", *flags).stdout)["memory"]
+    assert (memory["requests"], memory["pass_tokens"]) == (2, 2048)

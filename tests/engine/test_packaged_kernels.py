@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import triton
+from typer.testing import CliRunner
 
+from unisono.cli.main import app
 from unisono.engine.startup import kernel_archives
 from unisono.engine.startup.compile_processes import forks_for
 from unisono.engine.startup.kernel_archives import KernelArchive, archive_name, pack, portable_key
@@ -210,6 +212,19 @@ def test_equal_caches_make_equal_archives(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "first", tmp_path / "cache")
     (path,) = pack(tmp_path / "cache", tmp_path / "out", KernelArchive(root / "archives" / ARCHIVE).manifest.unisono)
     assert path.read_bytes() == (root / "archives" / ARCHIVE).read_bytes()
+
+
+@pytest.mark.usefixtures("compiled_here")
+def test_a_command_packs_what_starts_compiled(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(root / "first"))
+    result = CliRunner().invoke(app, ["pack-kernels", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert f"{len(KernelArchive(tmp_path / ARCHIVE).manifest.kernels)} kernels" in result.output
+    monkeypatch.setattr(kernel_archives, "MOST_BYTES", 1000)
+    for cache, why in ((root / "first", "the limit is 1,000"), (tmp_path, "start a model on the GPU first")):
+        result = CliRunner().invoke(app, ["pack-kernels", str(tmp_path / "out"), "--cache", str(cache)])
+        assert result.exit_code == 2, result.output
+        assert why in result.output.replace("\n", " ")
 
 
 def test_kernels_of_other_code_are_not_packed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from unisono.kernels.gemm.nvfp4 import E2M1
+
 LIMIT = 20.0
 """Seconds after which a wait has failed."""
 
@@ -210,6 +212,23 @@ def multiplied(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Ten
     return acc
 
 
+def four_scales(word: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """``packed_decoding.e4m3_products``, as numbers instead of their bits."""
+    scales = word.contiguous().view(torch.float8_e4m3fn).view(*word.shape, 4).float() * multiplier[..., None]
+    return list(scales.to(dtype).float().unbind(-1))
+
+
+def one_scale(bits: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``packed_decoding.e4m3_product``, as :func:`four_scales`."""
+    return (bits.to(torch.uint8).view(torch.float8_e4m3fn).float() * multiplier).to(dtype).float()
+
+
+def two_weights(byte: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """``packed_decoding.e2m1_products``; in bf16 the scale has a factor."""
+    byte, factor = byte & 255, 2.0**-126 if dtype is torch.bfloat16 else 1.0
+    return [(torch.tensor(E2M1)[code] * factor * scale).to(dtype) for code in (byte & 15, byte >> 4)]
+
+
 class Product:
     """A sum with asynchronous products: they are done, in order, when they are waited for."""
 
@@ -322,7 +341,10 @@ class Machine:
             "fence_async_shared": lambda: None, "block_barrier": lambda: None,
             "HALF": 32, "WIDTH": 128, "bits_as": lambda value, dtype: value.view(dtype),
             "masked": lambda bits, mask, base: ((bits & mask) | base).view(torch.float32),
-            "product": torch.mul, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
+            "product": torch.mul,
+            "e4m3_products": four_scales, "e4m3_product": one_scale,
+            "e2m1_products": two_weights,
+            "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
             "scale_for": lambda largest: largest.clamp(min=1e-10) / 448.0,
             "scales_of": lambda value: value.abs().amax(1).clamp(min=1e-10) / 448.0,
             "scaled_by": lambda value, scale: (value / scale[:, None]).clamp(-448.0, 448.0),
@@ -342,6 +364,7 @@ class Machine:
         nothing = lambda *_, **__: None  # noqa: E731
         return types.SimpleNamespace(
             constexpr=Any, float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            bfloat16=torch.bfloat16, int16=torch.int16,
             NVMMADistributedLayout=nothing, BlockedLayout=nothing, SliceLayout=nothing, DotOperandLayout=nothing,
             SwizzledSharedLayout=nothing, NVMMASharedLayout=nothing, DistributedLinearLayout=nothing,
             int8=torch.int8, uint8=torch.uint8, reshape=torch.reshape, permute=torch.permute, full_like=torch.full_like,

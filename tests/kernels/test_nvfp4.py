@@ -70,6 +70,21 @@ def test_every_byte_and_every_scale(device):
     assert torch.equal(got.cpu(), want)
 
 
+def test_the_scale_is_rounded_before_it_multiplies(dtype, device):
+    """The rule by hand: both roundings in float64, of all bytes and scales."""
+    packed = torch.arange(256, dtype=torch.uint8).repeat(16)[None]
+    scales, multipliers = torch.arange(1, 127, dtype=torch.uint8).repeat(5)[None, :512], torch.tensor([0.0037])
+    values = torch.tensor(nvfp4.E2M1)[torch.stack((packed & 15, packed >> 4), -1).flatten().int()]
+    scale = scales.view(torch.float8_e4m3fn).float() * multipliers
+    once, twice = (each.double()[0].repeat_interleave(16) for each in (scale, scale.to(dtype)))
+    want = (values.double() * twice).to(dtype)[None]
+    assert torch.equal(nvfp4_decode(packed, scales, multipliers, dtype), want)
+    got = launch_nvfp4_decode(*(t.to(device) for t in (packed, scales, multipliers)), dtype)
+    assert torch.equal(got.cpu(), want)
+    unrounded = (values.double() * once).to(dtype)
+    assert torch.equal(want[0], unrounded) == (dtype is torch.float32), "these scales do not tell the rules apart"
+
+
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_float64(run, shape, dtype, device, assert_close):

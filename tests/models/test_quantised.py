@@ -214,8 +214,10 @@ def test_scales_of_a_cache_are_noted_and_not_used(plain: Path, tmp_path: Path) -
     assert "scales of a KV cache are not used" in Checkpoint.open(tmp_path / "model").quantization.decision()[1]
 
 
-@pytest.mark.parametrize(("kind", "value"), [("weight_scale", float("nan")), ("weight_global_scale", 0.0)])
-def test_nonfinite_scales_raise(kind: str, value: float, plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value"), [("weight_scale", float("nan")), ("weight_global_scale", 0.0), ("weight_global_scale", 0.4)]
+)
+def test_scales_out_of_range_raise(kind: str, value: float, plain: Path, tmp_path: Path) -> None:
     quantise(plain, tmp_path / "model", LAYOUTS["compressed-nvfp4"])
     tensors = load_file(tmp_path / "model/model.safetensors")
     name = next(name for name in tensors if name.endswith(kind))

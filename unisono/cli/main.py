@@ -1,4 +1,5 @@
-"""The command line: ``unisono serve | generate | chat | explain | compare | eval | place-experts | bench | …``.
+"""The command line: ``unisono serve | generate | chat | explain | compare | eval | place-experts | bench |
+train-draft | pack-kernels``.
 
 Flags have vLLM's and SGLang's names. This file parses and prints; ``entrypoints``, ``http`` and ``tools`` do the work.
 They are imported inside the command that needs them, so that ``unisono --help`` is quick. Exit status: 0, 1 for an
@@ -21,6 +22,7 @@ from unisono.cli.aliases import translate
 from unisono.cli.commands import ModelPath, chat, compare, evaluate, explain, generate
 from unisono.cli.config_file import with_config
 from unisono.cli.engine_flags import ENGINE_FLAGS
+from unisono.cli.kernels import pack_kernels
 from unisono.cli.server_flags import answer_flags, http_flags, load_flags, media_flags, operation_flags, scale_flags
 from unisono.config import catalog, env, hub
 from unisono.config.preflight.model import check_engine_model, check_model, read_overrides, with_method
@@ -362,6 +364,7 @@ app.command(cls=_EngineCommand)(_engine_command(explain, "output"))
 app.command(name="eval", cls=_EngineCommand)(_engine_command(evaluate, "output"))
 app.command(cls=HelpfulCommand)(compare)
 app.command(cls=HelpfulCommand)(place_experts)
+app.command()(pack_kernels)
 
 
 @app.command()

@@ -33,7 +33,7 @@ from unisono.engine.scheduling.prompt_budget import PromptBudget
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import Extend, Pass, Round, Sequence, States
 from unisono.engine.sleep import SleepState
-from unisono.engine.startup.model_size import with_fitting_requests
+from unisono.engine.startup.model_size import with_fitting_sizes
 from unisono.engine.startup.self_test import run_self_test
 from unisono.engine.weight_changes import change_weights, weight_commands
 from unisono.engine.worker.batch import BatchBuilder, Launched
@@ -78,7 +78,7 @@ class Engine:
         started = time.perf_counter()
         checkpoint = self.checkpoint = Checkpoint.open(config.model, config.quantization, config.hf_overrides)
         resolved = with_default_drafts(resolve(config, Hardware.detect(config.device), checkpoint), checkpoint)
-        resolved = with_fitting_requests(resolved, checkpoint)
+        resolved = with_fitting_sizes(resolved, checkpoint)
         self._offload: Offload | None = None
         self.roles, self.sleep = Roles(), SleepState()
         self.weight_version, self.weight_updates, self.paused = "0", 0, False

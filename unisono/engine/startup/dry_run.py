@@ -15,12 +15,17 @@ import torch
 
 from unisono.config import EngineConfig, Hardware, ResolvedConfig, resolve
 from unisono.engine.scheduling.default_drafts import with_default_drafts
-from unisono.engine.startup.memory import CPU_KV_BYTES, GPU_SLACK
+from unisono.engine.startup.memory import CPU_KV_BYTES
 from unisono.engine.startup.model_size import (
+    CONTEXT_BYTES,
+    STATES_BESIDE,
+    PassBytes,
     StateBytes,
     drafter_bytes,
     file_bytes,
-    fitting_requests,
+    fitting_drafts,
+    fitting_sizes,
+    left_of,
     module_bytes,
     on_meta,
     round_width,
@@ -86,8 +91,10 @@ def dry_run(
     state = StateBytes.of(model.state_specs(), round_width(resolved))
     weights = module_bytes(model) + _tower_bytes(checkpoint, resolved)
     drafter = drafter_bytes(resolved, checkpoint, model, hardware)
+    largest = PassBytes.of(model)
     if resolved.device.type == "cuda":
-        resolved = fitting_requests(resolved, weights + drafter, state, hardware.total_bytes)
+        resolved, drafter = fitting_drafts(resolved, weights, drafter, model, hardware)
+        resolved = fitting_sizes(resolved, weights + drafter, state, largest, hardware.total_bytes)
     decisions = [*resolved.explain()["decisions"]]
     if hardware.capability is not None and resolved.device.type == "cuda":
         if any(isinstance(layer.mixer, LatentAttention) for layer in model.layers):
@@ -108,7 +115,7 @@ def dry_run(
             "drafter": _drafter(resolved) if here or spec is not None else "known once the weights are here",
             "files": weight_bytes if weight_bytes is not None else file_bytes(directory) if here else 0,
         },
-        "memory": _memory(resolved, weights, drafter, state, hardware.total_bytes),
+        "memory": _memory(resolved, weights, drafter, state, largest, hardware.total_bytes),
         "decisions": decisions,
     }
 
@@ -129,7 +136,9 @@ def _drafter(config: ResolvedConfig) -> str:
     return f"{spec.method}{f' ({spec.model})' if spec.model else ''}, k = {spec.num_speculative_tokens}"
 
 
-def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateBytes, device_bytes: int) -> dict[str, Any]:
+def _memory(
+    config: ResolvedConfig, weights: int, drafter: int, state: StateBytes, largest: PassBytes, device_bytes: int
+) -> dict[str, Any]:
     """Return the bytes of each part on a device of ``device_bytes``, and the tokens of context that fit in the rest."""
     requested = config.requested
     found: dict[str, Any] = {
@@ -139,15 +148,16 @@ def _memory(config: ResolvedConfig, weights: int, drafter: int, state: StateByte
         "kv_request": config.max_model_len * state.token,
         "state_request": state.request,
         "requests": config.max_num_seqs,
-        "states": config.max_num_seqs * state.request,
+        "states": (config.max_num_seqs + STATES_BESIDE) * state.request,
+        "pass": largest.of_tokens(config.max_num_batched_tokens),
+        "pass_tokens": config.max_num_batched_tokens,
     }
     if config.device.type == "cpu":
         total, left, why = None, CPU_KV_BYTES, f"at most {CPU_KV_BYTES >> 20} MiB of KV cache on a CPU"
     else:
         total = device_bytes
-        held = weights + drafter + found["states"] + GPU_SLACK
-        left = int(requested.gpu_memory_utilization * total) - held
-        why = "before activations and graphs, which a start measures"
+        left = left_of(config, weights + drafter, total) - found["states"] - found["pass"]
+        why = "beside CUDA and a prompt pass, both estimated; before graphs and snapshots"
     found |= {"device": total, "kv_left": max(0, left), "kv_left_why": why}
     found["kv_tokens"] = max(0, left) // max(1, found["kv_token"]) if state.token else 0
     if total is not None and left <= 0:
@@ -172,7 +182,12 @@ def rows(info: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
         ("of a request with the whole context", _size(memory["kv_request"])),
     ]
     if memory["state_request"]:
-        parts.append((f"recurrent state of {memory['requests']} requests", _size(memory["states"])))
+        parts.append(
+            (f"recurrent state of {memory['requests']} requests, padding and a snapshot", _size(memory["states"]))
+        )
+    if memory["device"] is not None:
+        parts.append((f"activations of {memory['pass_tokens']} prompt tokens, estimated", _size(memory["pass"])))
+        parts.append(("CUDA and its libraries, estimated", _size(CONTEXT_BYTES)))
     parts.append(("left for keys and values", f"{_size(memory['kv_left'])} ({memory['kv_left_why']})"))
     parts.append(("tokens that fit", str(memory["kv_tokens"])))
     return {"Model": shown, "Memory": parts}

@@ -1,9 +1,10 @@
 """Products of activations and NVFP4 weights whose bits do not depend on the batch. Owns the ``nvfp4_linear`` op.
 
 The rule of the format, the same in every kernel and on a CPU: an output's 16 inputs share an e4m3 scale, and an output
-has an fp32 multiplier. ``s = scale * multiplier`` is rounded to fp32, the weight ``e2m1 * s`` is rounded to fp32 and
-then to the activations' dtype. Activations are not quantised. The product of rounded weights accumulates K in one
-sequence in fp32, exactly as ``kernels/gemm/linear.py`` does.
+has an fp32 multiplier. ``s = scale * multiplier`` is rounded to fp32 and then to the activations' dtype; the weight
+``e2m1 * s`` is rounded to that dtype once, so that kernels may multiply pairs of 16-bit numbers. Activations are not
+quantised. The product of rounded weights accumulates K in one sequence in fp32, exactly as ``kernels/gemm/linear.py``
+does.
 
 As in ``kernels/gemm/int4.py`` up to FEW_ROWS rows one kernel decodes weights in registers, with outputs as the
 instruction's M so that it is always wgmma on Hopper. Above, the weight is decoded into a buffer for the plain product,
@@ -24,7 +25,8 @@ import triton.language as tl
 
 from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, FewRowsProduct, decoding_tile
 from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
-from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP, launch_packed_rows, suits
+from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
+from unisono.kernels.gemm.packed_gluon import launch_packed_rows, suits
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
@@ -68,8 +70,8 @@ def e4m3_values(bits):
 def nvfp4_decoded(packed, scale, multiplier, dtype: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     """Decode bytes [BLOCK_N, WIDTH / 2] with scales [BLOCK_N, WIDTH / 16] and multipliers [BLOCK_N] to weights."""
     values = tl.reshape(e2m1_pairs(packed), (BLOCK_N, WIDTH // 16, 16))
-    scaled = values * (e4m3_values(scale) * multiplier[:, None])[:, :, None]
-    return tl.reshape(scaled, (BLOCK_N, WIDTH)).to(dtype)
+    factor = (e4m3_values(scale) * multiplier[:, None]).to(dtype).to(tl.float32)
+    return tl.reshape(values * factor[:, :, None], (BLOCK_N, WIDTH)).to(dtype)
 
 
 @triton.jit
@@ -133,8 +135,9 @@ def _nvfp4_decode_kernel(weight, scales, multipliers, out, K, WIDTH: tl.constexp
     packed = tl.load(weight + row * (K // 2) + bytes_, mask=bytes_ < K // 2, other=0)
     scale = tl.load(scales + row * (K // 16) + groups, mask=groups < K // 16, other=0)
     values = tl.reshape(e2m1_pairs(packed), (WIDTH // 16, 16))
-    scaled = values * (e4m3_values(scale) * tl.load(multipliers + row))[:, None]
-    tl.store(out + row * K + ks, tl.reshape(scaled, (WIDTH,)).to(out.dtype.element_ty), mask=ks < K)
+    dtype: tl.constexpr = out.dtype.element_ty
+    factor = (e4m3_values(scale) * tl.load(multipliers + row)).to(dtype).to(tl.float32)
+    tl.store(out + row * K + ks, tl.reshape(values * factor[:, None], (WIDTH,)).to(dtype), mask=ks < K)
 
 
 def launch_nvfp4_linear(
@@ -181,7 +184,7 @@ def nvfp4_decode(
 ) -> torch.Tensor:
     """Decode weights [..., N, K / 2] to [..., N, K] in plain torch; CPU twin of :func:`launch_nvfp4_decode`."""
     values = _E2M1.to(weight.device)[torch.stack((weight & 15, weight >> 4), -1).flatten(-2).int()]
-    groups = scales.view(torch.float8_e4m3fn).float() * multipliers[..., None]
+    groups = (scales.view(torch.float8_e4m3fn).float() * multipliers[..., None]).to(dtype).float()
     return (values.unflatten(-1, (-1, GROUP)) * groups[..., None]).flatten(-2).to(dtype)
 
 

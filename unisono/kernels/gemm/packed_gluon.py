@@ -28,88 +28,29 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from unisono.kernels.gemm.fp8_gluon import load_residual, store_product
+from unisono.kernels.gemm.packed_decoding import (
+    NVFP4_GROUP,
+    PIECE,
+    WIDE,
+    decode_piece,
+    load_group,
+    of_scales,
+    valid_sums,
+)
+from unisono.kernels.gemm.packed_shared_gluon import launch_packed_shared, shared_tile
 from unisono.kernels.gemm.persistent import processors
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.hopper import block_barrier, next_stage, stage_barriers
 from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import overlapped, overlapping
 
-WIDE = gl.constexpr(64)
-"""Rows of one ``wgmma``: outputs of a program, or twice as many."""
-
-PIECE = gl.constexpr(128)
-"""Inputs of a piece of the weight, 64 bytes of an output."""
-
 BOX = gl.constexpr(64)
 """Inputs of a box of activations: in bytes, a row of the widest swizzle."""
 
 MOST_ROWS = 64
 
-NVFP4_GROUP = 16
-"""Inputs of NVFP4 that share a scale; no group of integers is as small."""
-
 W_LAYOUT = gl.NVMMASharedLayout(64, 8, 2)
 _X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
-
-BYTES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [64, 64],
-    )
-)  # fmt: skip
-"""Bytes of a piece: those of the inputs that a thread has of wgmma's left operand."""
-
-BYTES_32 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 64]
-    )
-)
-"""The same of 32 outputs: a warp has eight, every other eight rows of the left operand."""
-
-BY_GROUP = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 16],
-    )
-)  # fmt: skip
-"""wgmma's left operand by output, group of 16 and input."""
-
-BY_GROUP_32 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [], [32, 8, 16],
-    )
-)  # fmt: skip
-
-SCALES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
-    )
-)  # fmt: skip
-"""Scales of a piece by output, word and byte: a thread has all of its outputs."""
-
-SCALES_32 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 1, 0]], [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[8, 0, 0], [16, 0, 0]], [], [32, 2, 4],
-    )
-)  # fmt: skip
-
-
-@gluon.jit
-def bits_as(value, DTYPE: gl.constexpr):
-    """Take bits for another dtype."""
-    return value.to(DTYPE, bitcast=True)
-
-
-@gluon.jit
-def masked(bits, mask: gl.constexpr, base: gl.constexpr):
-    """Compute ``bits & mask | base`` in one instruction, as fp32; the compiler makes two of it."""
-    return gl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=f,r,r,r",
-        [bits, gl.full_like(bits, mask), gl.full_like(bits, base)], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -143,103 +84,11 @@ def _load(x_desc, w_desc, x, w, full, free, first, token0, pieces, ROWS: gl.cons
 
 
 @gluon.jit
-def of_scales(NVFP4: gl.constexpr, OUTPUTS: gl.constexpr):
-    """Outputs of the program, 0 … OUTPUTS - 1, in the layout of :func:`load_group`."""
-    WORDS: gl.constexpr = gl.SliceLayout(2, SCALES if OUTPUTS == WIDE else SCALES_32)
-    OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
-    return gl.arange(0, OUTPUTS, gl.SliceLayout(1, WORDS if NVFP4 else OF_BYTES))
-
-
-@gluon.jit
-def of_multipliers(OUTPUTS: gl.constexpr):
-    """Outputs of the program in the layout of NVFP4's multipliers."""
-    GROUPS: gl.constexpr = gl.SliceLayout(2, BY_GROUP if OUTPUTS == WIDE else BY_GROUP_32)
-    return gl.arange(0, OUTPUTS, gl.SliceLayout(1, GROUPS))
-
-
-@gluon.jit
 def _rows(zeros, first, N, NVFP4: gl.constexpr, OUTPUTS: gl.constexpr):
     """Outputs of the program, in the layout of their scales, and the multipliers of NVFP4."""
     rows = gl.minimum(first + of_scales(NVFP4, OUTPUTS), N - 1)
-    if NVFP4:
-        each = of_multipliers(OUTPUTS)
-        multiplier = gl.load(zeros + gl.minimum(first + each, N - 1))
-    else:
-        multiplier = rows
+    multiplier = gl.load(zeros + rows) if NVFP4 else rows
     return rows, multiplier
-
-
-@gluon.jit
-def load_group(scales, zeros, rows, piece, GROUP: gl.constexpr, K, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr,
-               OUTPUTS: gl.constexpr):  # fmt: skip
-    """Load what decodes a piece for each output: scale and zero of integers, two words of NVFP4's scales."""
-    if NVFP4:
-        WORDS: gl.constexpr = gl.SliceLayout(2, SCALES if OUTPUTS == WIDE else SCALES_32)
-        at = piece * (PIECE // 64) + gl.arange(0, PIECE // 64, gl.SliceLayout(0, WORDS))
-        inside = (at < K // 64)[None, :] & (rows >= 0)[:, None]
-        scale = gl.load(scales + rows[:, None] * (K // 64) + at[None, :], mask=inside, other=0)
-        zero = scale
-    else:
-        groups = (K + GROUP - 1) // GROUP
-        at = rows * groups + gl.minimum(piece * PIECE // GROUP, groups - 1)
-        scale = gl.load(scales + at)
-        zero = gl.load(zeros + at).to(gl.float32) if HAS_ZEROS else gl.full_like(scale, 8.0)
-    return scale, zero
-
-
-@gluon.jit
-def _integers(held, scale, zero, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
-    """Decode bytes to pairs ``(q - zero) * scale``, as ``integers_decoded`` of ``kernels/gemm/decoded.py``."""
-    OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
-    byte = held.load(OF_BYTES).to(gl.int32)
-    low = masked(byte, 0x0F, 0x4B000000) - (8388608.0 + zero)[:, None]
-    high = masked(byte, 0xF0, 0x49000000) - (524288.0 + zero)[:, None]
-    return gl.join((low * scale[:, None]).to(DTYPE), (high * scale[:, None]).to(DTYPE))
-
-
-@gluon.jit
-def _e2m1(held, words, multiplier, DTYPE: gl.constexpr, OUTPUTS: gl.constexpr):
-    """Decode bytes to weights [OUTPUTS, PIECE / 16, 16], by the rule of ``kernels/gemm/nvfp4.py``.
-
-    Sign, exponent and mantissa go to their places in fp32, as there: other copies of the sign are cut away.
-    """
-    OF_BYTES: gl.constexpr = BYTES if OUTPUTS == WIDE else BYTES_32
-    GROUPS: gl.constexpr = BY_GROUP if OUTPUTS == WIDE else BY_GROUP_32
-    WORDS: gl.constexpr = SCALES if OUTPUTS == WIDE else SCALES_32
-    byte = bits_as(held.load(OF_BYTES), gl.int8).to(gl.int32)
-    high = bits_as((byte << 18) & -0x7E400000, gl.float32)
-    low = bits_as(((byte << 28) >> 6) & -0x7E400000, gl.float32)
-    values = gl.convert_layout(gl.reshape(gl.join(low, high), [OUTPUTS, PIECE // 16, 16]), GROUPS)
-    place = (24 - 8 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))).to(gl.int32)
-    bits = ((words[:, :, None] << place[None, None, :]) >> 4) & -0x78100000
-    bits = gl.convert_layout(gl.reshape(bits, [OUTPUTS, PIECE // 16]), gl.SliceLayout(2, GROUPS))
-    scale = bits_as(bits, gl.float32) * 1.329227995784916e36 * multiplier[:, None]
-    return (values * 8.507059173023462e37 * scale[:, :, None]).to(DTYPE)
-
-
-@gluon.jit
-def decode_piece(held, scale, zero, multiplier, NVFP4: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr,
-                 OUTPUTS: gl.constexpr):  # fmt: skip
-    """Decode a piece [OUTPUTS, PIECE / 2] to registers. With 32 outputs every other eight rows are zeros."""
-    if NVFP4:  # noqa: SIM108
-        values = _e2m1(held, scale, multiplier, DTYPE, OUTPUTS)
-    else:
-        values = _integers(held, scale, zero, DTYPE, OUTPUTS)
-    values = gl.reshape(values, [OUTPUTS, PIECE])
-    if OUTPUTS < WIDE:
-        both = gl.reshape(gl.join(values, gl.zeros_like(values)), [OUTPUTS // 8, 8, PIECE, 2])
-        values = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [WIDE, PIECE])
-    return gl.convert_layout(values, DOT)
-
-
-@gluon.jit
-def valid_sums(acc, ROWS: gl.constexpr, OUTPUTS: gl.constexpr):
-    """The sums [OUTPUTS, ROWS] of outputs in acc [WIDE, ROWS]: see :func:`decode_piece`."""
-    if OUTPUTS == WIDE:
-        return acc
-    else:
-        own, _ = gl.split(gl.permute(gl.reshape(acc, [OUTPUTS // 8, 2, 8, ROWS]), [0, 2, 3, 1]))
-        return gl.reshape(own, [OUTPUTS, ROWS])
 
 
 @gluon.jit
@@ -254,39 +103,70 @@ def piece_product(a, x, stage, acc, DOT: gl.constexpr):
 
 
 @gluon.jit
+def next_piece(a, acc, scale, zero, stage, phase, piece, x, w, group, full, free, scales, zeros, outputs, multiplier,
+               GROUP: gl.constexpr, K, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, OUTPUTS: gl.constexpr,
+               GROUPS: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+    """Multiply the decoded piece ``a`` of ``stage``, and decode ``piece``, the next one, meanwhile.
+
+    scale, zero: of ``piece``. group: of the GROUPS groups of outputs, whose weights a stage has. Returns the decoded
+    piece, the sums, scale and zero of the piece after it, its stage and phase.
+    """
+    product = piece_product(a, x, stage, acc, DOT)
+    scale2, zero2 = load_group(scales, zeros, outputs, piece + 1, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
+    behind = stage
+    stage, phase = next_stage(stage, phase, STAGES)
+    mbarrier.wait(full.index(stage), phase)
+    after = decode_piece(w.index(stage * GROUPS + group), scale, zero, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
+    if OUTPUTS < WIDE:  # alone on a multiprocessor; the compiler would put the decoding off until the product ends
+        acc, after = warpgroup_mma_wait(0, [product, after])
+    else:
+        acc = warpgroup_mma_wait(0, [product])
+    mbarrier.arrive(free.index(behind))
+    return after, acc, scale2, zero2, stage, phase
+
+
+@gluon.jit
+def sum_of_pieces(x, w, group, full, free, scales, zeros, outputs, multiplier, pieces, GROUP: gl.constexpr, K,
+                  NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+                  GROUPS: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """Decode and multiply all pieces: the sums [OUTPUTS, ROWS]. Two pieces in an iteration have registers each."""
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    s, z = load_group(scales, zeros, outputs, 0, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
+    s1, z1 = load_group(scales, zeros, outputs, 1, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
+    acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
+    mbarrier.wait(full.index(0), 0)
+    a = decode_piece(w.index(group), s, z, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
+    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    for piece in range(1, pieces - 1, 2):
+        a, acc, s1, z1, stage, phase = next_piece(
+            a, acc, s1, z1, stage, phase, piece, x, w, group, full, free, scales, zeros, outputs, multiplier, GROUP, K,
+            NVFP4, HAS_ZEROS, OUTPUTS, GROUPS, STAGES, DTYPE, DOT)  # fmt: skip
+        a, acc, s1, z1, stage, phase = next_piece(
+            a, acc, s1, z1, stage, phase, piece + 1, x, w, group, full, free, scales, zeros, outputs, multiplier, GROUP,
+            K, NVFP4, HAS_ZEROS, OUTPUTS, GROUPS, STAGES, DTYPE, DOT)  # fmt: skip
+    if pieces % 2 == 0:
+        a, acc, s1, z1, stage, phase = next_piece(
+            a, acc, s1, z1, stage, phase, pieces - 1, x, w, group, full, free, scales, zeros, outputs, multiplier,
+            GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS, GROUPS, STAGES, DTYPE, DOT)  # fmt: skip
+    acc = warpgroup_mma_wait(0, [piece_product(a, x, stage, acc, DOT)])
+    return valid_sums(acc, NVFP4, DTYPE, ROWS, OUTPUTS)
+
+
+@gluon.jit
 def _multiply(x, w, full, free, sums, turns, scales, zeros, bias, residual, out, M, N, K, GROUP: gl.constexpr, first,
               token0, pieces, NVFP4: gl.constexpr, HAS_ZEROS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
               STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
               OVERLAP: gl.constexpr):  # fmt: skip
     """Decode, multiply, sum and store. The part of four warps, where no others take turns."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     rows, multiplier = _rows(zeros, first, N, NVFP4, OUTPUTS)
     r = load_residual(residual, first, token0, M, N, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
-    s0, z0 = load_group(scales, zeros, rows, 0, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
-    s1, z1 = load_group(scales, zeros, rows, 1, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
-    acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
-    mbarrier.wait(full.index(0), 0)
-    a = decode_piece(w.index(0), s0, z0, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
-    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    for piece in range(1, pieces):
-        product = piece_product(a, x, stage, acc, DOT)
-        s2, z2 = load_group(scales, zeros, rows, piece + 1, GROUP, K, NVFP4, HAS_ZEROS, OUTPUTS)
-        behind = stage
-        stage, phase = next_stage(stage, phase, STAGES)
-        mbarrier.wait(full.index(stage), phase)
-        a = decode_piece(w.index(stage), s1, z1, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
-        if OUTPUTS < WIDE:  # alone on a multiprocessor; the compiler would put the decoding off until the product ends
-            acc, a = warpgroup_mma_wait(0, [product, a])
-        else:
-            acc = warpgroup_mma_wait(0, [product])
-        mbarrier.arrive(free.index(behind))
-        s1, z1 = s2, z2
-    acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, x, stage, acc, DOT)]), ROWS, OUTPUTS)
+    acc = sum_of_pieces(x, w, 0, full, free, scales, zeros, rows, multiplier, pieces, GROUP, K, NVFP4, HAS_ZEROS, ROWS,
+                        OUTPUTS, 1, STAGES, DTYPE, MMA)  # fmt: skip
     store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
 
 
@@ -324,7 +204,7 @@ def _take_turns(TURN: gl.constexpr, TURNS: gl.constexpr, x, w, full, free, sums,
         mbarrier.arrive(free.index(stage))
     if TURN == 0:
         mbarrier.wait(turns.index(TURNS), 0)
-        acc = valid_sums(sums.load(MMA), ROWS, OUTPUTS)
+        acc = valid_sums(sums.load(MMA), NVFP4, DTYPE, ROWS, OUTPUTS)
         store_product(acc, out, bias, r, first, token0, M, N, HAS_BIAS, HAS_RESIDUAL, ROWS, OUTPUTS, OUTPUTS)
 
 
@@ -419,6 +299,8 @@ def launch_packed_rows(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
+    if tile is None and (shared := shared_tile(rows, n)) is not None:
+        return launch_packed_shared(x, weight, scales, zeros, group, bias, residual, shared)
     tile, nvfp4 = tile or tile_of(rows, n), group == NVFP4_GROUP
     out = x.new_empty(rows, n)
     packed_rows_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](

@@ -73,12 +73,12 @@ def packed_tiles(rows: int, shared: int = HOPPER) -> ExpertTiles:
 
 
 def integer_tiles(rows: int, shared: int, group: int, each: int) -> ExpertTiles:
-    """:func:`packed_tiles`; on small cards 8-bit weights in groups of 32 leave room for one stage. each: numbers in a
-    byte."""
+    """:func:`packed_tiles`; on small cards 8-bit weights in groups of 32 leave room for one stage, or one less in tiles
+    of few rows, whose activations may be fp32. each: numbers in a byte."""
     tiles = packed_tiles(rows, shared)
-    if rows < 64 or shared >= _LARGE_TILES or each > 1 or group % 64 == 0:
+    if shared >= _LARGE_TILES or each > 1 or group % 64 == 0:
         return tiles
-    return ExpertTiles(*(tile._replace(stages=1) for tile in tiles))
+    return ExpertTiles(*(tile._replace(stages=tile.stages - 1 if rows < 64 else 1) for tile in tiles))
 
 
 def packed_tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:

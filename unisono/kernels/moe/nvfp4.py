@@ -22,7 +22,7 @@ import triton.language as tl
 
 from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.nvfp4 import STEPS, WIDTH, nvfp4_decode, nvfp4_product
-from unisono.kernels.gemm.packed_gluon import NVFP4_GROUP
+from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
 from unisono.kernels.moe.experts import (

@@ -26,24 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
-from unisono.kernels.gemm.packed_gluon import (
-    BOX,
-    NVFP4_GROUP,
-    PIECE,
-    W_LAYOUT,
-    WIDE,
-    decode_piece,
-    load_group,
-    of_multipliers,
-    of_scales,
-    piece_product,
-    valid_sums,
-)
+from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP, PIECE, WIDE, of_scales
+from unisono.kernels.gemm.packed_gluon import BOX, W_LAYOUT, sum_of_pieces
 from unisono.kernels.gemm.persistent import processors
 from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.hopper import block_barrier, next_stage, stage_barriers
@@ -190,7 +178,6 @@ def _multiply(GROUP: gl.constexpr, scales, zeros, out, held, w, rows, full, free
     if OVERLAP:
         gdc_wait()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
     PIECES: gl.constexpr = (K + PIECE - 1) // PIECE
     if n > 0:
@@ -198,24 +185,9 @@ def _multiply(GROUP: gl.constexpr, scales, zeros, out, held, w, rows, full, free
         outputs = _rows(e, column, of_scales(NVFP4, OUTPUTS), N, GATED, OUTPUTS)
         multiplier = outputs
         if NVFP4:
-            multiplier = gl.load(zeros + _rows(e, column, of_multipliers(OUTPUTS), N, GATED, OUTPUTS))
-        s0, z0 = load_group(scales, zeros, outputs, 0, INPUTS, K, NVFP4, HAS_ZEROS, OUTPUTS)
-        s1, z1 = load_group(scales, zeros, outputs, 1, INPUTS, K, NVFP4, HAS_ZEROS, OUTPUTS)
-        acc = gl.zeros([WIDE, ROWS], gl.float32, MMA)
-        mbarrier.wait(full.index(0), 0)
-        a = decode_piece(w.index(GROUP), s0, z0, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
-        stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-        for piece in range(1, PIECES):
-            product = piece_product(a, rows, stage, acc, DOT)
-            s2, z2 = load_group(scales, zeros, outputs, piece + 1, INPUTS, K, NVFP4, HAS_ZEROS, OUTPUTS)
-            behind = stage
-            stage, phase = next_stage(stage, phase, STAGES)
-            mbarrier.wait(full.index(stage), phase)
-            a = decode_piece(w.index(stage * GROUPS + GROUP), s1, z1, multiplier, NVFP4, DTYPE, DOT, OUTPUTS)
-            acc = warpgroup_mma_wait(0, [product])
-            mbarrier.arrive(free.index(behind))
-            s1, z1 = s2, z2
-        acc = valid_sums(warpgroup_mma_wait(0, [piece_product(a, rows, stage, acc, DOT)]), ROWS, OUTPUTS)
+            multiplier = gl.load(zeros + outputs)
+        acc = sum_of_pieces(rows, w, GROUP, full, free, scales, zeros, outputs, multiplier, PIECES, INPUTS, K, NVFP4,
+                            HAS_ZEROS, ROWS, OUTPUTS, GROUPS, STAGES, DTYPE, MMA)  # fmt: skip
         _finish(acc, out, held, n, column, N, GATED, UP, ROWS, OUTPUTS)
 
 

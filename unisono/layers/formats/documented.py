@@ -63,7 +63,7 @@ ROWS = (
     ),
     DocumentedFormat(
         "modelopt", "`NVFP4`, also in `MIXED_PRECISION`; also hf_quant_config.json",
-        "e2m1, an e4m3 scale for each 16 inputs", _NONE, _NVFP4, COMPILED, ("modelopt-nvfp4",),
+        "e2m1, an e4m3 scale for each 16 inputs", _NONE, _NVFP4, MEASURED, ("modelopt-nvfp4",),
     ),
     DocumentedFormat(
         "compressed-tensors", "float, 8 bits", "e4m3; strategy `tensor`, `channel` or `block` [128, 128]",
@@ -72,7 +72,7 @@ ROWS = (
     ),
     DocumentedFormat(
         "compressed-tensors", "float, 4 bits (`nvfp4-pack-quantized`)", "e2m1, an e4m3 scale for each 16 inputs",
-        f"{_NONE}, whatever the scheme says", _NVFP4, COMPILED, ("compressed-nvfp4", "compressed-nvfp4-weights"),
+        f"{_NONE}, whatever the scheme says", _NVFP4, MEASURED, ("compressed-nvfp4", "compressed-nvfp4-weights"),
     ),
     DocumentedFormat(
         "compressed-tensors", "int, 4 bits (`pack-quantized`)",

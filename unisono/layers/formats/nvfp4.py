@@ -32,6 +32,9 @@ from unisono.types import CheckpointError
 NOT_A_NUMBER = 0x7F
 """Bits of an e4m3 scale that encode NaN, without the sign."""
 
+LARGEST = 2.0
+"""Largest number by which a projection's values are multiplied: kernels keep ``448 * LARGEST`` within bf16's range."""
+
 DUMMY_SCALES = (56, 64)
 """Range of the bits of dummy scales: from 1 to below 2."""
 
@@ -77,7 +80,13 @@ class NVFP4:
             number = stored.float().reshape(-1)
             if not bool(((number > 0) & number.isfinite()).all()):
                 raise CheckpointError(f"{kind}={number.tolist()}: the number of an NVFP4 projection must be above 0.")
-            return 1 / number if self.divides else number
+            factor = 1 / number if self.divides else number
+            if bool((factor > LARGEST).any()):
+                raise CheckpointError(
+                    f"{kind}={number.tolist()}: NVFP4 weights of up to {factor.max().item() * 448 * 6:.0f}; numbers "
+                    f"that multiply by more than {LARGEST:g} are not supported."
+                )
+            return factor
         if kind == self.scale_kind:
             bits = stored.view(torch.uint8)
             if bool(((bits & 0x7F) == NOT_A_NUMBER).any()):
