@@ -4,7 +4,7 @@
 
 Prints Markdown tables for the experts of 35B-A3B with scales by block: µs of gate and up, of the quantisation between
 both products, and of down, and the time in which the chosen experts' weights are read at 4.68 TB/s. All tiles have the
-same bits. The first tile of a line is the present one.
+same bits. The first figure of a line is that of the tile that is served.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
+from unittest import mock
 
 import torch
 
@@ -27,20 +28,8 @@ from unisono.kernels.moe.plan import ExpertPlan, plan_experts
 
 assert SHAPE is SHAPES["35B-A3B"]
 TOKENS = (1, 4, 16, 64)
-UP = [
-    *(
-        Tile(16, n, 128, 4, stages, across=True)
-        for n, stages in ((64, 4), (64, 8), (32, 6), (32, 8), (128, 3), (128, 4))
-    ),
-    *(Tile(16, n, 128, 4, stages, across=True, ahead=True) for n, stages in ((64, 2), (64, 3), (32, 3), (128, 2))),
-]
-DOWN = [
-    *(
-        Tile(16, n, 128, 4, stages, across=True)
-        for n, stages in ((128, 2), (128, 4), (64, 3), (64, 4), (64, 5), (32, 4))
-    ),
-    *(Tile(16, n, 128, 4, stages, across=True, ahead=True) for n, stages in ((128, 2), (64, 2))),
-]
+UP = [Tile(16, n, 128, 4, stages, across=True) for n, stages in ((64, 6), (64, 4), (128, 3), (128, 2))]
+DOWN = [Tile(16, n, 128, 4, stages, across=True) for n, stages in ((64, 3), (128, 2), (128, 3), (64, 2), (128, 4))]
 
 
 def stack(gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,17 +59,12 @@ def quantised(tokens: int, gated: bool) -> Quantised:
     return Quantised(*launch_quantize(x, GROUP), GROUP, len(x), x.dtype)
 
 
-def candidates(gated: bool) -> list[Tile]:
-    now = fp8._TILES[16].up if gated else fp8._TILES[16].down
-    return [now, *(tile for tile in (UP if gated else DOWN) if tile != now)]
-
-
 def run(
-    gated: bool, x: Quantised, operands: tuple[torch.Tensor, torch.Tensor], plan: ExpertPlan, tile: Tile
+    gated: bool, x: Quantised, operands: tuple[torch.Tensor, torch.Tensor], plan: ExpertPlan, tile: Tile | None
 ) -> torch.Tensor:
-    """Launch a product in a tile."""
-    fp8._TILES[16] = ExpertTiles(tile, tile)
-    return (fp8.launch_fp8_gate_up if gated else fp8.launch_fp8_down)(x, *operands, plan)
+    """Launch a product in a tile; None: in the one that is served."""
+    with mock.patch.object(fp8, "_tiles_of", (lambda *_: ExpertTiles(tile, tile)) if tile else fp8._tiles_of):
+        return (fp8.launch_fp8_gate_up if gated else fp8.launch_fp8_down)(x, *operands, plan)
 
 
 def warm(tokens: int, gated: bool, tile: Tile) -> str:
@@ -96,7 +80,7 @@ def warm(tokens: int, gated: bool, tile: Tile) -> str:
 def measured(tokens: tuple[int, ...]) -> Iterator[list[object]]:
     """Lines of the table."""
     for gated in (True, False):
-        operands, tiles = stack(gated), candidates(gated)
+        operands, tiles = stack(gated), (None, *(UP if gated else DOWN))
         for count in tokens:
             plans, x, times = plans_of(count), quantised(count, gated), list[str]()
             for tile in tiles:
@@ -105,7 +89,7 @@ def measured(tokens: tuple[int, ...]) -> Iterator[list[object]]:
                     us = f"{graph_us(calls, 15):.1f}"
                 except Exception as error:
                     us = type(error).__name__
-                times.append(f"{tile.n} s{tile.stages}{' ahead' if tile.ahead else ''}: {us}")
+                times.append(f"{tile.n} s{tile.stages}: {us}" if tile else us)
             read = sum(plan.ids.unique().numel() for plan in plans) / len(plans) + SHAPE.shared
             floor = read * (operands[0][0].nbytes + operands[1][0].nbytes) / 4.68e6
             yield ["gate+up" if gated else "down", count, f"{read:.0f}", f"{floor:.1f}", *times]
@@ -119,7 +103,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--processes", type=int, default=14)
     chosen = parser.parse_args()
-    jobs = [(*pair, tile) for pair in product(chosen.tokens, (True, False)) for tile in candidates(pair[1])]
+    jobs = [(*pair, tile) for pair in product(chosen.tokens, (True, False)) for tile in (UP if pair[1] else DOWN)]
     with ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
         print("\n".join(filter(None, pool.map(warm, *zip(*jobs, strict=True)))), flush=True)
     print("| product | tokens | experts read | µs of their bytes | µs by outputs and stages of a tile |")
