@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine
 from unisono.kernels import hopper
 from unisono.kernels.gemm import persistent, rows_gluon
-from unisono.kernels.gemm.linear import launch_linear
 from unisono.kernels.gemm.persistent import box_of
 from unisono.kernels.gemm.rows_gluon import RowsTile, launch_rows
+from unisono.layers.formats.base import WHOLE, Share
+from unisono.layers.linear import Linear, prove_linears, rehearse_proofs
+
+linear = importlib.import_module("unisono.kernels.gemm.linear")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,37 @@ def test_tiles_of_parts(n: int, outputs: int) -> None:
         assert tile.stages > 1
 
 
+def test_a_part_is_served_where_its_bits_were_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(32, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    asked: list[str] = []
+    monkeypatch.setattr(linear, "launch_linear", lambda *_: asked.append("triton"))
+    monkeypatch.setattr(rows_gluon, "launch_rows", lambda *_: asked.append("wgmma"))
+    assert linear.exact_rows.prove(weight), "nothing to compare on a CPU"
+    linear.linear_cuda(x, weight, None, None)
+    monkeypatch.setattr(rows_gluon, "processors", lambda device: 132)
+    linear.linear_cuda(x, weight, None, None)
+    monkeypatch.setitem(linear.exact_rows.serving, rows_gluon.key_of(weight), True)
+    linear.linear_cuda(x, weight, None, None)
+    linear.linear_cuda(torch.randn(65, 64).bfloat16(), weight, None, None)
+    assert asked == ["triton", "triton", "wgmma", "triton"]
+    assert not rows_gluon.suits(1, torch.empty(rows_gluon.MOST_OUTPUTS + 8, 64, dtype=torch.bfloat16))
+    assert not rows_gluon.suits(1, torch.empty(32, 60, dtype=torch.bfloat16))
+    assert not rows_gluon.suits(1, torch.empty(32, 64))
+
+
+def test_the_start_compares_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights of which a rank has a part, and of no others."""
+    compared: list[torch.Size] = []
+    for name in ("prove", "rehearse"):
+        monkeypatch.setattr(linear.exact_rows, name, lambda weight: compared.append(weight.shape))
+    part, whole = (
+        Linear(64, n, False, torch.float32, "cpu", share=share) for n, share in ((40, Share(1, 2)), (24, WHOLE))
+    )
+    for run in (prove_linears, rehearse_proofs):
+        run([part, whole])
+    assert compared == [(20, 64)] * 2
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")
 @pytest.mark.parametrize(("n", "k"), [(1024, 12288), (1536, 4096), (6144, 4096), (200, 1288), (2112, 520)])
 def test_the_kernel_has_the_tritons_bits(n: int, k: int, device: torch.device) -> None:
@@ -59,4 +95,4 @@ def test_the_kernel_has_the_tritons_bits(n: int, k: int, device: torch.device) -
         for rows in (1, 3, 8, 9, 16, 33, 64):
             x, residual = torch.randn(rows, k, device=device).to(dtype), torch.randn(rows, n, device=device).to(dtype)
             for more in ((None, None), (bias, residual)):
-                assert torch.equal(launch_rows(x, weight, *more), launch_linear(x, weight, *more))
+                assert torch.equal(launch_rows(x, weight, *more), linear.launch_linear(x, weight, *more))

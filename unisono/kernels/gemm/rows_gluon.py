@@ -44,6 +44,8 @@ EACH = 4
 """Steps loaded together."""
 
 MOST_ROWS = 64
+MOST_OUTPUTS = 16384
+"""Reading a larger part, such as an LM head's, takes longer than any chain."""
 
 PROOF_ROWS = (1, 9, 24, 64)
 """Numbers of rows that the start compares: one for each tile."""
@@ -170,7 +172,8 @@ def rows_kernel(x_desc, w_desc, bias, residual, out, M, N, K, HAS_BIAS: gl.const
 def suits(rows: int, weight: torch.Tensor) -> bool:
     """Return True if the kernel can multiply this number of rows by the weight [N, K] of 16 bits on its device."""
     aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] % 8 == 0
-    return 0 < rows <= MOST_ROWS and weight.itemsize == 2 and aligned and processors(weight.device) > 0
+    small = 0 < rows <= MOST_ROWS and len(weight) <= MOST_OUTPUTS and weight.itemsize == 2
+    return small and aligned and processors(weight.device) > 0
 
 
 def launch_rows(
