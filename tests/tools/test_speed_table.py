@@ -102,7 +102,7 @@ def test_commands_share_gpus_and_caches(rows: Callable[..., None], tmp_path: Pat
     assert cells(tmp_path / "out", "reads")[0] == "1"
 
 
-def test_what_fails_or_hangs_leaves_the_others_their_results(
+def test_failing_and_hanging_commands_leave_other_results(
     rows: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows(hangs=("hangs", {"limit": 2}), fails=("fails", {}), runs=("runs", {}))

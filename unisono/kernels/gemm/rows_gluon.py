@@ -204,7 +204,7 @@ def _sizes(tile: RowsTile) -> dict[str, Any]:
 
 
 def key_of(weight: torch.Tensor) -> Hashable:
-    """What bits may depend on."""
+    """Shape and dtype of a weight, on which bits may depend."""
     return (*weight.shape, weight.dtype)
 
 
