@@ -85,7 +85,7 @@ def throughput(*flags: str) -> list[str]:
 
 def divided(case: str, ranks: int, batch: str = "1,4,16,64") -> list[str]:
     """Arguments of ``benchmarks.tensor_parallel``."""
-    sizes = ["--ranks", str(ranks), "--batch", batch, "--exact", "2", "--limit", "120"]
+    sizes = ["--ranks", str(ranks), "--batch", batch, "--exact", "100", "--limit", "120"]
     return ["benchmarks.tensor_parallel", "--cases", case, *sizes]
 
 
