@@ -52,13 +52,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 2])
+    parser.add_argument("--products", nargs="+", choices=list(PRODUCTS), default=list(PRODUCTS))
     parser.add_argument("--tiles", nargs="+", type=int, default=[])
     chosen = parser.parse_args()
     print("| product | rows | Triton | wgmma | a norm alone | floor | by outputs | elements that differ |")
     print("|---|---|---|---|---|---|---|---|")
     with torch.inference_mode():
         for ranks in chosen.ranks:
-            for name in PRODUCTS:
+            for name in chosen.products:
                 for rows in chosen.rows:
                     print(line(name, ranks, rows, chosen.tiles), flush=True)
 

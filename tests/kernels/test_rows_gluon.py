@@ -12,8 +12,6 @@ from unisono.kernels import hopper
 from unisono.kernels.gemm import persistent, rows_gluon
 from unisono.kernels.gemm.persistent import box_of
 from unisono.kernels.gemm.rows_gluon import RowsTile, launch_rows
-from unisono.layers.formats.base import WHOLE, Share
-from unisono.layers.linear import Linear, prove_linears, rehearse_proofs
 
 linear = importlib.import_module("unisono.kernels.gemm.linear")
 
@@ -72,19 +70,6 @@ def test_a_part_is_served_where_its_bits_were_found(monkeypatch: pytest.MonkeyPa
     assert not rows_gluon.suits(1, torch.empty(rows_gluon.MOST_OUTPUTS + 8, 64, dtype=torch.bfloat16))
     assert not rows_gluon.suits(1, torch.empty(32, 60, dtype=torch.bfloat16))
     assert not rows_gluon.suits(1, torch.empty(32, 64))
-
-
-def test_the_start_compares_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of weights of which a rank has a part, and of no others."""
-    compared: list[torch.Size] = []
-    for name in ("prove", "rehearse"):
-        monkeypatch.setattr(linear.exact_rows, name, lambda weight: compared.append(weight.shape))
-    part, whole = (
-        Linear(64, n, False, torch.float32, "cpu", share=share) for n, share in ((40, Share(1, 2)), (24, WHOLE))
-    )
-    for run in (prove_linears, rehearse_proofs):
-        run([part, whole])
-    assert compared == [(20, 64)] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wgmma needs a Hopper GPU")

@@ -15,7 +15,6 @@ from torch import nn
 
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import ALONE, Ranks
-from unisono.kernels.gemm.linear import exact_rows
 from unisono.kernels.lora.adapters import AdapterPlan
 from unisono.layers.activations import Activations, InputFormat, OfAllRanks, Projected, in_format, plain
 from unisono.layers.adapters import LinearAdapter, LowRank
@@ -282,8 +281,6 @@ def prove_linears(modules: Iterable[nn.Module]) -> dict[tuple[int, int], bool]:
     for layer in _one_of_each(layers):
         shape = layer.outputs, layer.input_share.size(layer.inputs)
         proven[shape] = layer.format.prove(layer) and proven.get(shape, True)
-        if layer.divided and isinstance(layer.format, Plain):
-            exact_rows.prove(layer.weight)
     for layer in layers:
         if layer.adapter is not None and isinstance(layer.format, Plain):
             layer.adapter.prove(layer.weight)
@@ -294,8 +291,6 @@ def rehearse_proofs(modules: Iterable[nn.Module]) -> None:
     """Launch the kernels of :func:`prove_linears` and ignore the results, to compile them ahead of time."""
     for layer in _one_of_each(modules):
         layer.format.rehearse(layer)
-        if layer.divided and isinstance(layer.format, Plain):
-            exact_rows.rehearse(layer.weight)
 
 
 def _one_of_each(modules: Iterable[nn.Module]) -> Iterable[Linear]:
