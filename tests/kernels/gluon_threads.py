@@ -80,18 +80,7 @@ class Shared:
         self.tensor.copy_(value)
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        """The memory from the tensor's first element on, which may reach beyond it."""
-        strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-        memory = self.tensor.view(dtype)
-        return Shared(memory.as_strided(shape, strides, memory.storage_offset()))
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    @property
-    def layout(self) -> None:
-        return None
+        return Shared(self.tensor.view(dtype).view(shape))
 
 
 class Barrier:

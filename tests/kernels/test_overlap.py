@@ -39,7 +39,7 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_gelu_kernel",
         "_adapter_shrink_kernel", "_adapter_sum_kernel", "_adapter_expand_kernel", "_adapter_silu_kernel",
         "_adapted_linear_kernel", "_gather_kernel", "_gather_norm_kernel", "_silu_gather_kernel", "layer_tail_kernel",
-        "rows_kernel", "_add_normed_kernel", "_beside_norms_kernel", "_beside_sum_kernel", "_soft_cap_kernel",
+        "_add_normed_kernel", "_beside_norms_kernel", "_beside_sum_kernel", "_soft_cap_kernel",
         "_choose_scored_kernel", "_joint_norm_kernel", "_head_product_kernel", "_rotate_latent_kernel",
         "_latent_queries_kernel", "latent_kernel", "latent_round_kernel",
         "_short_round_kernel", "_short_prompt_kernel", "_mamba_round_kernel", "_mamba_prompt_kernel",
@@ -116,7 +116,7 @@ def test_overlapped_chain_equals_serial_chain(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_kernels_declare_early_reads() -> None:
-    assert {"layer_tail_kernel", "rows_kernel", "fp8_rows_kernel", "_rms_norm_kernel"} <= overlap.READ_EARLY
+    assert {"layer_tail_kernel", "fp8_rows_kernel", "_rms_norm_kernel"} <= overlap.READ_EARLY
     assert {"walk_kernel", "kimi_walk_kernel"} == overlap.BESIDE
     assert {"_quantize_kernel", "attention_kernel"} <= overlap.LEADING
     assert overlapped_kernels() >= overlap.READ_EARLY | overlap.BESIDE | overlap.LEADING

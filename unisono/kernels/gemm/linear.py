@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.cards import HOPPER, fitting_stages, shared_memory
-from unisono.kernels.gemm import rows_gluon
 from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, op
@@ -259,24 +258,6 @@ Drafter and target share the proof of a shape.
 """
 
 
-def _part_keys(weight: torch.Tensor) -> tuple[Hashable, ...]:
-    return (rows_gluon.key_of(weight),) if rows_gluon.suits(1, weight) else ()
-
-
-def _same_bits_of_part(weight: torch.Tensor) -> bool:
-    """Compare the kernel of ``rows_gluon.py`` with the Triton kernel, in tiles of each number of rows."""
-    for count in rows_gluon.PROOF_ROWS:
-        generator = torch.Generator(weight.device).manual_seed(count)
-        x = torch.randn(count, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
-        if not torch.equal(rows_gluon.launch_rows(x, weight, None, None), launch_linear(x, weight, None, None)):
-            return False
-    return True
-
-
-exact_rows = ExactKernel("products of few rows with a rank's part", _part_keys, _same_bits_of_part)
-"""The kernel of ``rows_gluon.py`` for up to TRITON_ROWS rows, by shape; for weights of which a rank has a part."""
-
-
 def runs_on_blas(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if cuBLASLt computes this product, False if the Triton kernel does."""
     return x.shape[0] > TRITON_ROWS and exact_blas.serves((*weight.shape, weight.dtype))
@@ -287,8 +268,6 @@ def linear_cuda(
 ) -> torch.Tensor:
     if runs_on_blas(x, weight):
         return blas_linear(x, weight, bias, residual)
-    if exact_rows.serves(rows_gluon.key_of(weight)) and rows_gluon.suits(x.shape[0], weight):
-        return rows_gluon.launch_rows(x, weight, bias, residual)
     return launch_linear(x, weight, bias, residual)
 
 
