@@ -44,6 +44,19 @@ def test_same_drafts(setup: str, ranks: int, count: int, tmp_path: Path, monkeyp
     assert alone["accepted"] > 0 or setup in UNTRAINED
 
 
+@pytest.mark.full
+def test_same_drafts_in_fp8(tmp_path: Path) -> None:
+    """A rank's part of the draft's own LM head has 100 outputs, which no block of 128 divides."""
+    target, _ = CELLS["tiny, eagle3"](tmp_path)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512}
+    head = make_eagle3(tmp_path / "head", config_of(target), (2, 1, 3), aux=[2, 1, 3], draft_vocab=200, **sizes).path
+    options = {"model": str(head), "num_speculative_tokens": 2, "draft_quantization": "fp8"}
+    spec = SpeculativeConfig.parse({"method": "eagle3", **options})
+    alone, together = (run(target, ranks, 4, speculative=spec, **ROOMY) for ranks in (1, 2))
+    assert differing(alone, together) == 0
+    assert together["accepted"] == alone["accepted"]
+
+
 @pytest.mark.parametrize("method", ["eagle3", "standalone"])
 def test_a_rank_keeps_its_heads_of_the_draft_only(method: str) -> None:
     kept = []

@@ -5,6 +5,7 @@ The copy of the LM head is compared with blocks that ``tests/models/quantised.py
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ from tests.models.hybrid_mtp import with_module
 from tests.models.make import make_checkpoint
 from tests.models.mtp_pass import attention, run
 from tests.models.quantised_writers import fp8_blocks
+from unisono.distributed.gather import Ranks
 from unisono.drafters import quantization as draft_quantization
+from unisono.drafters.eagle.checkpoint import open_eagle3
 from unisono.drafters.mtp.checkpoint import MTPCheckpoint
 from unisono.drafters.quantization import DraftWeights
 from unisono.kernels.gemm import fp8
@@ -31,6 +34,7 @@ from unisono.layers.formats.fp8 import ONLINE_FP8
 from unisono.layers.linear import Linear
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 BATCH, PARAMS = prompts(6, 250, low=1, high=60), mixed_params(6, max_tokens=12)
 NARROW = [replace(p, allowed_token_ids=tuple(range(40, 44))) for p in PARAMS]
 """Few allowed tokens, so that every drafter is right sometimes."""
@@ -203,22 +207,47 @@ def fake(vocab: int = 40_000, dtype: torch.dtype = torch.bfloat16, format: Any =
 
 
 @pytest.mark.parametrize(
-    ("target", "shares", "able", "words"),
+    ("target", "own", "able", "words"),
     [
-        (fake(), True, True, None),
-        (fake(32_768), True, True, None),
-        (fake(32_767), True, True, "67106816 bytes of the LM head; fp8 pays from 67108864 on"),
-        (fake(), False, True, "an LM head of its own"),
-        (fake(), True, False, "no products of e4m3"),
-        (fake(dtype=torch.float32), True, True, "float32, not of 16 bits"),
-        (fake(format=ONLINE_FP8), True, True, "stored as fp8"),
+        (fake(), None, True, None),
+        (fake(32_768), None, True, None),
+        (fake(32_767), None, True, "67106816 bytes of the LM head; fp8 pays from 67108864 on"),
+        (fake(100), 1 << 26, True, None),
+        (fake(), (1 << 26) - 2048, True, "67106816 bytes of the LM head; fp8 pays from 67108864 on"),
+        (fake(), None, False, "no products of e4m3"),
+        (fake(dtype=torch.float32), None, True, "float32, not of 16 bits"),
+        (fake(dtype=torch.float32), 1 << 26, True, "float32, not of 16 bits"),
+        (fake(format=ONLINE_FP8), None, True, "stored as fp8"),
     ],
 )
 def test_auto_draft_quantization_choices(
-    target: Any, shares: bool, able: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
+    target: Any, own: int | None, able: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_quantization, "multiplies_e4m3", lambda device: able)
-    chosen = DraftWeights.choose("auto", target, shares_head=shares)
+    chosen = DraftWeights.choose("auto", target, own_head=own)
+    assert chosen.format is (ONLINE_FP8 if words is None else PLAIN)
+    assert words is None or words in chosen.decision()[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        ({}, 1, None),
+        ({}, 4, None),
+        ({"head_dim": 96}, 4, "a part of 4 ranks begins inside a block"),
+        ({"draft_vocab_size": 8000}, 1, "65536000 bytes of the LM head"),
+        ({"draft_vocab_size": None}, 4, None),
+    ],
+)
+def test_auto_looks_at_what_an_eagle3_head_reads(
+    changes: dict[str, Any], ranks: int, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own LM head if it has one; and at parts of ranks, which may not begin inside a block."""
+    monkeypatch.setattr(draft_quantization, "multiplies_e4m3", lambda device: True)
+    config = json.loads((SHAPES / "qwen3-8b-eagle3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    opened = open_eagle3(tmp_path, config_of(SHAPES / "qwen3-8b"), dummy=True)
+    chosen = opened.choose_weights("auto", fake(), Ranks(0, ranks))
     assert chosen.format is (ONLINE_FP8 if words is None else PLAIN)
     assert words is None or words in chosen.decision()[1]
 

@@ -125,6 +125,12 @@ def test_bench_passes_its_arguments_on() -> None:
 # ---- help and completion --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("command", ["exact", "latency", "serve", "throughput"])
+def test_benches_have_help(command: str) -> None:
+    assert "--model" in page(80, "bench", command, "--help=all")
+    assert "Usage" in page(80, "bench", command, "--help")
+
+
 def page(width: int, *arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(width)})
     assert result.exit_code == 0, result.output

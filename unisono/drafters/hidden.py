@@ -118,8 +118,7 @@ class FromFirstEntry:
 class HiddenDrafter(CatchesUp):
     """Base class. Subclasses define ``name``, ``features`` and :meth:`build`.
 
-    draft_quantization, shares_head: arguments of ``drafters/quantization.py``; the format of layers is
-        ``self.weights.of``.
+    draft_quantization: see ``drafters/quantization.py``; the format of layers is ``self.weights.of``.
     """
 
     name: str
@@ -127,7 +126,7 @@ class HiddenDrafter(CatchesUp):
     drafts_trees = True
     self_test: SelfTest | None = SelfTest(OTHER_TARGET)
     unlimited = False
-    draft_quantization, shares_head = "none", True
+    draft_quantization = "none"
     weights: DraftWeights
 
     def __init__(self, spec: SpeculativeConfig) -> None:
@@ -137,6 +136,10 @@ class HiddenDrafter(CatchesUp):
     def build(self, context: DrafterContext) -> DraftModule:
         """Build and load the module on the context's device; its attention is ``self.attention(context)``."""
         raise NotImplementedError
+
+    def choose_weights(self, context: DrafterContext) -> DraftWeights:
+        """Choose the weight format of the module; its LM head is the target's."""
+        return DraftWeights.choose(self.draft_quantization, context.target)
 
     def divides(self, ranks: Ranks) -> bool:
         return False
@@ -176,7 +179,7 @@ class HiddenDrafter(CatchesUp):
 
     def bind(self, context: DrafterContext) -> None:
         self._context = context
-        self.weights = DraftWeights.choose(self.draft_quantization, context.target, shares_head=self.shares_head)
+        self.weights = self.choose_weights(context)
         self.module = self.build(context)
         self.module.lm_head = self.weights.head(self.module.lm_head)
         context.decide("draft weights", *self.weights.decision())

@@ -41,15 +41,12 @@ class DraftWeights:
     _copy: Linear | None = field(default=None, repr=False)
 
     @classmethod
-    def choose(
-        cls, choice: str, target: Decoder, *, shares_head: bool = True, own_head: int | None = None
-    ) -> DraftWeights:
+    def choose(cls, choice: str, target: Decoder, *, own_head: int | None = None) -> DraftWeights:
         """Choose the format. Raises ConfigError for fp8 on a GPU without e4m3 products.
 
-        choice: one of CHOICES; ``auto`` is fp8 if that pays: with a large 16-bit LM head that is the target's, on a GPU
-            with e4m3 products.
-        shares_head: True if the modules draft with the target's LM head.
-        own_head: bytes that a step reads of the drafter's own LM head, if that is to have the format, too.
+        choice: one of CHOICES; ``auto`` is fp8 if that pays: with a large 16-bit LM head, on a GPU with e4m3 products.
+        own_head: bytes that a step reads of the drafter's own LM head, on all ranks together; None: the modules draft
+            with the target's.
         """
         weight, device = target.lm_head.weight, target.embed.weight.device
         able = multiplies_e4m3(device)
@@ -63,7 +60,6 @@ class DraftWeights:
             return cls(target, ONLINE_FP8 if choice == "fp8" else PLAIN, f"draft_quantization={choice!r}")
         stored, size = target.lm_head.format, weight.nbytes if own_head is None else own_head
         reasons = {
-            "the drafter has an LM head of its own": not shares_head and own_head is None,
             f"the LM head is stored as {stored.name}": own_head is None and stored is not PLAIN,
             f"the LM head is {weight.dtype}, not of 16 bits": own_head is None and weight.itemsize != 2,
             f"weights are {target.embed.weight.dtype}, not of 16 bits": target.embed.weight.itemsize != 2,

@@ -30,7 +30,6 @@ from unisono.drafters.block.variants import MarkovHead, SelectingHead
 from unisono.drafters.eagle.checkpoint import CONVENTIONS
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
-from unisono.drafters.quantization import DraftWeights
 from unisono.graphs import Features, Hidden
 from unisono.kernels.speculation.catch_up import catch_up
 from unisono.kernels.speculation.rounds import extend_inputs, round_inputs
@@ -71,7 +70,7 @@ class DFlashDrafter:
                 f"{opened.settings.block_size}: give at most {most}."
             )
         self._checkpoint: BlockCheckpoint = opened
-        self._quantization, self._shares_head = options["draft_quantization"], not opened.own_head
+        self._quantization = options["draft_quantization"]
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
         self.drafts_ragged, self.placeholder = opened.ragged, opened.settings.mask_token
         causes = (
@@ -92,7 +91,7 @@ class DFlashDrafter:
 
     def bind(self, context: DrafterContext) -> None:
         self._context, opened = context, self._checkpoint
-        weights = DraftWeights.choose(self._quantization, context.target, shares_head=self._shares_head)
+        weights = opened.choose_weights(self._quantization, context.target, context.ranks)
         self.module = opened.build(
             context.target, context.attention, context.max_model_len, context.dtype, context.device, context.progress,
             weights.of, context.ranks,

@@ -27,7 +27,8 @@ from unisono.config.preflight.formula import check_formula
 from unisono.config.transformers_names import from_transformers
 from unisono.distributed.gather import ALONE, Ranks
 from unisono.drafters.eagle.model import DraftConfig, Eagle3Head, EagleHead
-from unisono.layers.formats.base import WeightFormat, WeightTarget
+from unisono.drafters.quantization import DraftWeights
+from unisono.layers.formats.base import PLAIN, WeightFormat, WeightTarget
 from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layers import AttentionSpec
@@ -40,7 +41,7 @@ from unisono.models.load.loader import draw_held
 from unisono.models.load.stored_config import stored_config
 from unisono.models.load.tensor_files import TensorInfo
 from unisono.models.load.update import WeightUpdate, check_shared, require_all
-from unisono.types import CheckpointError
+from unisono.types import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,33 @@ class DraftCheckpoint:
         if self.tensors is not None:
             return LM_HEAD in self.tensors
         return self.own_embed or self.config.draft_vocab != self.config.layer.vocab_size
+
+    @property
+    def head_bytes(self) -> int | None:
+        """Bytes of its own LM head in 16 bits; None if it shares the target's."""
+        return 2 * self.config.draft_vocab * self.config.layer.hidden_size if self.own_head else None
+
+    def choose_weights(self, choice: str, target: Decoder, ranks: Ranks) -> DraftWeights:
+        """Choose the weight format: see :meth:`DraftWeights.choose`. ``auto`` keeps plain weights if a rank's part of a
+        layer would begin inside a block of outputs that share a scale.
+        """
+        chosen = DraftWeights.choose(choice, target, own_head=self.head_bytes)
+        if choice == "auto" and not self._can_divide(chosen, ranks):
+            return DraftWeights(
+                target, PLAIN, f"a part of {ranks.count} ranks begins inside a block that shares a scale"
+            )
+        return chosen
+
+    def _can_divide(self, chosen: DraftWeights, ranks: Ranks) -> bool:
+        """True if every rank can build its part, so that all ranks choose the same."""
+        hidden, eps = self.config.layer.hidden_size, self.config.layer.rms_eps
+        builder = Builder(hidden, eps, torch.float32, "meta", no_attention, 1, chosen.of)
+        try:
+            for rank in range(ranks.count):
+                self._blank(replace(builder, ranks=replace(ranks, index=rank)))
+        except ConfigError:
+            return False
+        return True
 
     def build(
         self,

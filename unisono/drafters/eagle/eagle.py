@@ -8,6 +8,7 @@ from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.eagle.checkpoint import open_eagle
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
+from unisono.drafters.quantization import DraftWeights
 from unisono.graphs import Features, Hidden
 from unisono.models.config import DecoderConfig
 from unisono.models.load.update import WeightUpdate
@@ -31,6 +32,9 @@ class EagleDrafter(HiddenDrafter):
         dummy, self.draft_quantization = options["load_format"] == "dummy", options["draft_quantization"]
         self._checkpoint = open_eagle(required_model(spec, "a head made for this target"), target, dummy=dummy)
         self.self_test = SelfTest(OTHER_TARGET, RANDOM if dummy else None)
+
+    def choose_weights(self, context: DrafterContext) -> DraftWeights:
+        return self._checkpoint.choose_weights(self.draft_quantization, context.target, context.ranks)
 
     def build(self, context: DrafterContext) -> DraftModule:
         head = self.build_head(context, self._checkpoint)

@@ -9,6 +9,7 @@ from unisono.drafters.base import DrafterContext, SelfTest
 from unisono.drafters.eagle.checkpoint import CONVENTIONS, open_eagle3
 from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
+from unisono.drafters.quantization import DraftWeights
 from unisono.graphs import Features, Hidden
 from unisono.models.config import DecoderConfig
 from unisono.models.load.update import WeightUpdate
@@ -33,7 +34,7 @@ class Eagle3Drafter(HiddenDrafter):
         dummy, model = options["load_format"] == "dummy", required_model(spec, "a head made for this target")
         self._checkpoint = opened = open_eagle3(model, target, dummy=dummy, convention=options["aux_layers"])
         self._convention = options["aux_layers"]
-        self.draft_quantization, self.shares_head = options["draft_quantization"], not opened.own_head
+        self.draft_quantization = options["draft_quantization"]
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
         causes = (
             f"{OTHER_TARGET}; or its layer ids number something else: it reads the inputs of layers "
@@ -50,6 +51,9 @@ class Eagle3Drafter(HiddenDrafter):
         except ConfigError:
             return False
         return True
+
+    def choose_weights(self, context: DrafterContext) -> DraftWeights:
+        return self._checkpoint.choose_weights(self.draft_quantization, context.target, context.ranks)
 
     def build(self, context: DrafterContext) -> DraftModule:
         head = self.build_head(context, self._checkpoint)

@@ -68,11 +68,17 @@ _Key = tuple[torch.Size, int, torch.dtype]
 
 
 _TILES = {  # rows of a plan's tile -> blocking
-    16: ExpertTiles(Tile(16, 64, 128, 4, 6, across=True), Tile(16, 128, 128, 4, 3, across=True)),
+    16: ExpertTiles(Tile(16, 64, 128, 4, 6, across=True), Tile(16, 128, 128, 4, 2, across=True)),
     32: ExpertTiles(Tile(32, 64, 128, 4, 4, across=True), Tile(32, 64, 128, 4, 4, across=True)),
     64: ExpertTiles(Tile(64, 128, 128, 4, 3, across=True), Tile(64, 128, 128, 4, 3, across=True)),
 }
-"""Fastest tiles on an H200 at 1, 16, 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
+"""Fastest tiles on an H200 at 64, 2048 and 8192 tokens of 35B-A3B. Larger tiles were slower."""
+
+_TILES_OF_FEW = {  # maximum pairs of a plan that is not sorted -> blocking
+    16: ExpertTiles(Tile(16, 64, 128, 4, 6, across=True), Tile(16, 64, 128, 4, 3, across=True)),
+    LEAD_PAIRS: ExpertTiles(Tile(16, 128, 128, 4, 3, across=True), Tile(16, 128, 128, 4, 2, across=True)),
+}
+"""The same at 1, and at 4 and 16 tokens: ``python -m benchmarks.fp8_experts``."""
 
 
 @triton.jit
@@ -157,6 +163,12 @@ def fp8_expert_tile(pairs: int, experts: int, gate_up: Operands, dtype: torch.dt
     return fp8_tile_rows(pairs, experts)
 
 
+def _tiles_of(rows: int, pairs: int) -> ExpertTiles:
+    """Blocking of the products of a plan with tiles of so many rows."""
+    few = (tiles for most, tiles in _TILES_OF_FEW.items() if pairs <= most and rows == tiles.rows)
+    return next(few, _TILES[rows])
+
+
 def _key(operands: Operands, dtype: torch.dtype) -> _Key:
     weight, w_scales = operands
     return weight.shape, w_scales.dim(), dtype
@@ -220,7 +232,7 @@ def launch_fp8_gate_up(
     x8, x_scales = _launched(x, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_expert_rows(x8, weight, plan, True, x_scales, w_scales, x.dtype)
-    tiles = _TILES[plan.tile]
+    tiles = _tiles_of(plan.tile, plan.ids.numel())
     parts = triton.cdiv(inner, tiles.up.n // 2)
     grid, results, options = product_launch(plan, len(weight), x8.shape[1], inner, parts, tiles.up.across)
     h = x8.new_empty(results, inner, dtype=x.dtype)
@@ -239,7 +251,7 @@ def launch_fp8_down(
     h8, h_scales = _launched(h, w_scales)
     if plan.tile == experts_gluon.TILE_PAIRS:
         return experts_gluon.launch_expert_rows(h8, weight, plan, False, h_scales, w_scales, h.dtype)
-    tiles = _TILES[plan.tile]
+    tiles = _tiles_of(plan.tile, plan.ids.numel())
     parts = triton.cdiv(hidden, tiles.down.n)
     grid, results, options = product_launch(plan, len(weight), hidden, h8.shape[1], parts, tiles.up.across)
     y = h8.new_empty(results, hidden, dtype=h.dtype)
@@ -395,7 +407,7 @@ def expert_fp8_up(
 def _aot(shapes: Shapes, by_block: bool, gelu: bool = False) -> list[AotCase]:
     """AotCases of both products."""
     tile_m, cases = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts), []
-    chosen = _TILES[tile_m]
+    chosen = _tiles_of(tile_m, shapes.rows * shapes.top_k)
     for kernel, names, tile in (
         (_fp8_gate_up_kernel, "x8 x_scales h", chosen.up),
         (_fp8_down_kernel, "h8 h_scales y", chosen.down),
@@ -411,13 +423,14 @@ def _aot_up(shapes: Shapes, by_block: bool) -> AotCase:
     """AotCase of the first product of experts without a gate, which is a ``down`` from H to I."""
     tile_m = fp8_tile_rows(shapes.rows * shapes.top_k, shapes.experts)
     tensors = {"h8": "*fp8e4nv", "weight": "*fp8e4nv", "h_scales": "*fp32", "w_scales": "*fp32", "y": "*bf16"}
-    turned, chosen = shapes._replace(hidden=shapes.inner, inner=shapes.hidden), _TILES[tile_m]
+    turned = shapes._replace(hidden=shapes.inner, inner=shapes.hidden)
+    chosen = _tiles_of(tile_m, shapes.rows * shapes.top_k)
     options = _blocking(chosen.down, by_block) | {"UP": True}
     return product_case(_fp8_down_kernel, tensors, turned, tile_m, chosen.up.across, options, "PADDED")
 
 
 AOT: list[AotCase] = [
-    *(case for rows in (1, 16, 512, 2048, 4096) for case in _aot(Shapes(rows, 2048, 512, 256, 8, True), True)),
+    *(case for rows in (1, 16, 64, 512, 2048, 4096) for case in _aot(Shapes(rows, 2048, 512, 256, 8, True), True)),
     *(case for rows in (1, 512) for case in _aot(Shapes(rows, 2048, 768, 128, 8), False)),
     *_aot(Shapes(16, 2816, 704, 128, 8), True, gelu=True),  # Gemma 4
     *(case for rows in (1, 64) for case in _aot(Shapes(rows, 200, 100, 5, 2, True), True)),

@@ -192,10 +192,10 @@ def latency(
     try:
         _measure(report, flags, requested, profile, profile_prompt)
     finally:
-        if report.step_ms or report.ttft_ms:  # results before an error are printed, too
+        if report.step_ms or report.ttft_ms:  # results before an error are kept, too
             print(report.markdown())
-    if out is not None:
-        out.write_text(json.dumps(report.__dict__, indent=1))
+            if out is not None:
+                out.write_text(json.dumps(report.__dict__, indent=1))
 
 
 def _asked(flag: str, text: str | None) -> list[int] | None:
