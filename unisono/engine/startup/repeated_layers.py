@@ -68,20 +68,26 @@ class RepeatedLayers:
 
     def __init__(self) -> None:
         self.ran = self.skipped = 0
-        self._kinds: dict[int, object] = {}
+        self._kinds: dict[int, tuple[int, object]] = {}
+        self._numbers: dict[object, int] = {}
         self._outputs: dict[object, tuple[object, Stream]] = {}
 
     def end_pass(self) -> None:
         """Release the outputs of a pass."""
         self._outputs.clear()
 
+    def _kind(self, value: object) -> int:
+        """Return the number of the kind of a layer or a state."""
+        if id(value) not in self._kinds:
+            number = self._numbers.setdefault(kind_of(value), len(self._numbers))
+            self._kinds[id(value)] = number, value  # a value that lives keeps its id
+        return self._kinds[id(value)][0]
+
     def call(self, layer: DecoderLayer, stream: Stream, context: Any, state: Any) -> Stream:
         """Run a layer, or return the output of an equal one that ran in this pass with this context."""
-        if id(layer) not in self._kinds:
-            self._kinds[id(layer)] = kind_of(layer)
         consumers = (each for each in consumers_of(layer.mixer) if each is not None)
         own = {id(each): ("consumer", number) for number, each in enumerate(consumers)}
-        key = self._kinds[id(layer)], id(context), kind_of(stream, own), kind_of(state)
+        key = self._kind(layer), self._kind(state), id(context), kind_of(stream, own)
         if key in self._outputs:
             self.skipped += 1
             return _of(layer, self._outputs[key][1])
