@@ -8,18 +8,13 @@ answer is compared with the quiet one; afterwards the server must hold what it h
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import random
-import re
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,12 +22,11 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import run
+from benchmarks.soak_server import KEEP_ALIVE, Held, SoakServer, metrics, soak_server
 from unisono.config.catalog import bundled
 from unisono.config.preflight.model import check_model
-from unisono.tools.load.server_process import check_flags, wait_for_url
+from unisono.tools.load.server_process import check_flags
 
-IDLE_LIMIT, END_LIMIT = 60.0, 60.0
-"""Seconds for a server to hold nothing after the last answer, and to end."""
 FLAT = 0.02
 """Share that memory may grow by over the last half."""
 SAMPLES = 200
@@ -97,6 +91,7 @@ class Plan:
     def flags(self, busy: bool) -> list[str]:
         """The server's flags. busy: few pages and a short queue, so that requests are preempted, and some refused."""
         own = ["--max-num-seqs", str(self.max_num_seqs), "--max-model-len", str(self.max_model_len)]
+        own += ["--timeout-keep-alive", str(KEEP_ALIVE)]
         few = max(self.max_model_len + CONTEXT // 8, CONTEXT * 3 // 2) // PAGE_TOKENS
         queue = max(1, self.concurrency - self.max_num_seqs)  # n > 1 goes beyond it
         if not busy:
@@ -114,18 +109,6 @@ class Plan:
         """Signals to the engine process, by the number of answered requests of ``requests`` that they follow."""
         every = max(1, requests // 3 // max(1, self.deaths))
         return {every * (i + 1): (signal.SIGKILL, signal.SIGSTOP)[i % 2] for i in range(self.deaths)}
-
-
-@dataclass
-class Held:
-    """What a server holds when nothing runs. files: open ones of the API and engine processes."""
-
-    pages: float
-    running: float
-    waiting: float
-    load: float
-    files: tuple[int, int]
-    processes: int
 
 
 @dataclass
@@ -162,11 +145,7 @@ class Report:
         left = {"pages": self.after.pages, "running": self.after.running, "waiting": self.after.waiting}
         left["requests in flight"] = self.after.load
         found += [f"{name} left: {value:g}" for name, value in left.items() if value]
-        for name, before, after in zip(("API", "engine"), self.before.files, self.after.files, strict=True):
-            if after > before:
-                found.append(f"files of the {name} process: {before} before, {after} after")
-        if self.after.processes > self.before.processes:
-            found.append(f"processes: {self.before.processes} before, {self.after.processes} after")
+        found += self.after.left_beyond(self.before)
         if self.growth > FLAT:
             found.append(f"memory grew by {100 * self.growth:.1f} % over the last half")
         if counts["killed"] > (most := self.deaths * self.slots):
@@ -196,8 +175,9 @@ class Report:
                 *lines,
                 f"left: {100 * a.pages:g} % of pages, {a.running:g} running, {a.waiting:g} waiting, "
                 f"{a.load:g} in flight",
-                f"files: API process {b.files[0]} before, {a.files[0]} after; engine {b.files[1]}, {a.files[1]}; "
-                f"processes {b.processes}, {a.processes}",
+                f"files: API process {b.files[0].total()} before, {a.files[0].total()} after; "
+                f"engine {b.files[1].total()}, {a.files[1].total()}; "
+                f"processes {b.processes.total()}, {a.processes.total()}",
                 f"memory: {half[0]:.0f} MiB at half time, {half[-1]:.0f} at the end, {100 * self.growth:+.2f} %",
                 f"{self.preemptions:.0f} preemptions{rounds}, {self.deaths} engine deaths, {self.sleeps} sleeps with "
                 f"updates, {self.seconds:.0f} s",
@@ -212,7 +192,7 @@ async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
     from benchmarks.soak_requests import Client, cases, kinds
 
     report = Report(slots=plan.max_num_seqs)
-    with _server(plan, [*answering(serve_flags), *plan.flags(False)]) as quiet:
+    with soak_server(plan.model, [*answering(serve_flags), *plan.flags(False)]) as quiet:
         client = Client(quiet.url, plan.limit)
         abilities = await client.abilities()
         asked = cases(plan.distinct, plan.seed, CONTEXT, abilities)
@@ -221,7 +201,7 @@ async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
         await client.http.aclose()
         report.ended += quiet.end()
     print(f"{plan.requests} requests, {plan.concurrency} at once …", flush=True)
-    with _server(plan, [*plan.flags(True), *serve_flags]) as server:
+    with soak_server(plan.model, [*plan.flags(True), *serve_flags]) as server:
         client = Client(server.url, plan.limit)
         warm = list(range(len(asked)))
         begun = time.monotonic()
@@ -231,8 +211,8 @@ async def _run(plan: Plan, serve_flags: Sequence[str]) -> Report:
         rest = [rng.randrange(len(asked)) for _ in range(plan.requests - len(warm))]
         report.outcomes += await _flood(plan, client, asked, expected, rest, server, report)
         report.seconds = time.monotonic() - begun
-        report.after = await server.held(client)
-        numbers = await _metrics(client)
+        report.after = await server.held_after(client, report.before)
+        numbers = await metrics(client)
         report.preemptions = numbers["num_preemptions_total"]
         report.drafts = numbers.get("spec_decode_num_draft_tokens_total", 0)
         report.accepted = numbers.get("spec_decode_num_accepted_tokens_total", 0)
@@ -262,7 +242,7 @@ def answering(flags: Sequence[str]) -> list[str]:
 
 
 async def _flood(
-    plan: Plan, client: Any, asked: Any, expected: Any, order: list[int], server: _Server, report: Report | None
+    plan: Plan, client: Any, asked: Any, expected: Any, order: list[int], server: SoakServer, report: Report | None
 ) -> list[Any]:
     """Ask the cases with these numbers, ``concurrency`` at once, until they are taken; notes memory in ``report``.
 
@@ -320,105 +300,6 @@ async def _sleep(client: Any, level: int, model: str) -> list[str]:
         if answer.status_code != 200:
             return [f"{path} at level {level}: {answer.status_code} {answer.text[:200]}"]
     return []
-
-
-async def _metrics(client: Any) -> dict[str, float]:
-    text = (await client.http.get("/metrics")).text
-    return {name: float(value) for name, value in re.findall(r"^unisono:(\w+){[^}]*} (\S+)$", text, re.M)}
-
-
-# ---- the server ---------------------------------------------------------------------------------
-
-
-class _Server:
-    """A server in a process of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, temp: Path) -> None:
-        self.process, self.log, self.temp = process, log, temp
-        self.url = wait_for_url(process, log)
-
-    async def held(self, client: Any) -> Held:
-        """What the server holds once it is idle, or after IDLE_LIMIT seconds."""
-        end = time.monotonic() + IDLE_LIMIT
-        while True:
-            await asyncio.sleep(2.5)  # an idle engine checks its bookkeeping after a second
-            numbers = await _metrics(client)
-            load = (await client.http.get("/load")).json()["server_load"]
-            held = (numbers["kv_cache_usage_perc"], numbers["num_requests_running"], numbers["num_requests_waiting"])
-            if not any((*held, load)) or time.monotonic() > end:
-                break
-        await client.http.aclose()  # its connections are files of the server's
-        await asyncio.sleep(0.5)
-        processes = self._processes()
-        files = tuple(len(os.listdir(f"/proc/{pid}/fd")) for pid in (self.process.pid, self._engine(processes)))
-        client.reopen()
-        return Held(*held, load, files, len(processes))  # type: ignore[arg-type]
-
-    def memory(self) -> float:
-        """MiB that are no file's; pages that several processes share count once."""
-        return sum(map(_proportional, self._processes())) / 2**10
-
-    def signal_engine(self, number: int) -> None:
-        """Send a signal to the engine process."""
-        os.kill(self._engine(self._processes()), number)
-
-    def end(self) -> list[str]:
-        """Stop the server; returns what went wrong with that, or before."""
-        self.process.send_signal(signal.SIGTERM)
-        processes = self._processes()
-        try:
-            status = self.process.wait(END_LIMIT)
-        except subprocess.TimeoutExpired:
-            return [f"the server did not end within {END_LIMIT:g} s of SIGTERM"]
-        found = [f"the server ended with status {status}"] if status else []
-        end = time.monotonic() + IDLE_LIMIT / 10
-        while (alive := [pid for pid in processes if _lives(pid)]) and time.monotonic() < end:
-            time.sleep(0.1)
-        found += [f"processes left: {alive}"] if alive else []
-        found += ["the server's log has a traceback"] if "Traceback" in self.log.read_text() else []
-        names = sorted(path.name for path in self.temp.glob("unisono-*"))
-        return [*found, *([f"files left: {names}"] if names else [])]
-
-    def _processes(self) -> list[int]:
-        """The server's process and all that come from it."""
-        found = [self.process.pid]
-        for pid in found:  # it grows meanwhile
-            for path in Path(f"/proc/{pid}/task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    found += map(int, path.read_text().split())
-        return found
-
-    def _engine(self, processes: list[int]) -> int:
-        return max(processes[1:], key=_proportional)
-
-
-def _lives(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
-
-
-def _proportional(pid: int) -> int:
-    """KiB of a process that are no file's, those that it shares divided by their users; 0 for one that has ended."""
-    with contextlib.suppress(OSError):
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        return sum(int(value) for value in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", rollup, re.M))
-    return 0
-
-
-@contextlib.contextmanager
-def _server(plan: Plan, flags: list[str]) -> Iterator[_Server]:
-    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        log, temp = Path(directory) / "log", Path(directory)
-        command = [sys.executable, "-m", "unisono", "serve", plan.model, "--port", "0", *flags]
-        with log.open("wb") as sink:
-            process = subprocess.Popen(command, stdout=sink, stderr=sink, env={**os.environ, "TMPDIR": directory})
-        try:
-            yield _Server(process, log, temp)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 if __name__ == "__main__":

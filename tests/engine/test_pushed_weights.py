@@ -16,7 +16,7 @@ from tests.engine.changed_weights import GREEDY, PROMPTS, answers, other, specul
 from tests.engine.helpers import engine, tokens
 from unisono.distributed.weight_group import WeightGroup
 from unisono.entrypoints.llm import LLM
-from unisono.types import CheckpointError, ConfigError, EngineRequest, SpeculativeConfig
+from unisono.types import BadRequest, CheckpointError, ConfigError, EngineRequest, SpeculativeConfig
 from unisono.types.shared_tensor import SharedTensor
 
 NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=2)
@@ -66,6 +66,23 @@ def test_tensors_in_parts(llm: LLM, new: Path, expected: list[list[int]], tmp_pa
     llm.update_weights_from_tensor([str(tmp_path / "rest.safetensors")])
     assert tokens(llm, PROMPTS, GREEDY) == expected
     assert list(llm.engine.runner.planner.graphs()) == graphs
+
+
+def test_methods_by_name(llm: LLM, tmp_path: Path) -> None:
+    """vLLM's spelling: RL libraries call the methods of all ranks by name."""
+    (done,) = llm.collective_rpc(
+        "update_weights", kwargs={"directory": str(llm.engine.checkpoint.path), "version": "by-name"}
+    )
+    assert done["weight_version"] == "by-name"
+    assert len(llm.collective_rpc("reset_prefix_cache")) == 1
+    with pytest.raises(CheckpointError):
+        llm.collective_rpc("update_weights", args=(str(tmp_path),))
+    for method in ("shutdown", "no_such_method", print):
+        with pytest.raises(BadRequest, match="is not called on ranks") as refused:
+            llm.collective_rpc(method)  # type: ignore[arg-type]
+        assert refused.value.param == "method"
+    with pytest.raises(BadRequest, match="timeout=3"):
+        llm.collective_rpc("reset_prefix_cache", 3)
 
 
 def test_a_failure_leaves_the_old_weights(llm: LLM, new: Path, tmp_path: Path) -> None:

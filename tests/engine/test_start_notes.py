@@ -16,6 +16,7 @@ from unisono.config import EngineConfig, Hardware, resolve
 from unisono.config.catalog import bundled
 from unisono.distributed import cuda_driver
 from unisono.engine.startup import start_notes
+from unisono.engine.startup.memory import PeakGrowth, peak_bytes
 from unisono.engine.startup.start_notes import StartNotes, shape_files
 from unisono.graphs.cost import PassCost
 from unisono.kernels.proofs import EXACT_KERNELS, ExactKernel, remembering, results
@@ -154,6 +155,53 @@ def test_costs_are_of_one_configuration(machine: dict[str, Any], kernel: Any) ->
         assert not other.costs_known
     assert notes(max_num_seqs=3).known == first.known | results()
     assert not notes(ranks=2).known, "ranks compare together"
+
+
+def test_a_second_start_knows_the_memory_of_the_largest_pass(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, growth = notes(), PeakGrowth(3 << 30, 5 << 20)
+    assert first.growth_known is None
+    first.save_growth(growth)
+    assert notes().growth_known == growth
+    assert "the largest pass's memory" in notes().decision()[1]
+    assert notes(max_num_seqs=3).growth_known is None
+    assert notes(ranks=2).growth_known is None, "ranks compare theirs"
+    for text in ('{"allocated": 3}', "[]", '{"allocated": "much", "beside": 1}'):
+        assert first.memory is not None
+        first.memory.write_text(text)
+        assert notes().growth_known is None
+
+
+class Memory:
+    """A GPU of 100 bytes: 60 are free, a pass takes 25 and loads libraries of 4 that stay."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes, self.free, self.reserved = 0, 60, 10
+        nothing = {"synchronize": None, "empty_cache": self.empty, "reset_peak_memory_stats": None}
+        for name, call in nothing.items():
+            monkeypatch.setattr(torch.cuda, name, call or (lambda: None))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (self.free, 100))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: self.reserved)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: self.reserved)
+
+    def run(self, buffers: object) -> None:
+        self.passes += 1
+        self.free, self.reserved = self.free - 29, self.reserved + 25
+
+    def empty(self) -> None:
+        self.free, self.reserved = self.free + self.reserved - 10, 10
+
+
+def test_known_growth_of_memory_needs_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(monkeypatch)
+    monkeypatch.setattr("unisono.engine.startup.memory.Buffers", lambda *args: None)
+    passes: Any = [(SimpleNamespace(schema=None, run=memory.run), None)]
+    used, growth = peak_bytes(passes, torch.device("cpu"))
+    assert (used, growth) == (40 + 29, PeakGrowth(25, 4))
+    again = Memory(monkeypatch)
+    assert peak_bytes(passes, torch.device("cpu"), growth) == (used, growth)
+    assert (memory.passes, again.passes) == (1, 0)
 
 
 def test_damaged_notes_are_written_again(machine: dict[str, Any], kernel: Any, tmp_path: Path) -> None:

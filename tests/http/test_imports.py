@@ -23,6 +23,14 @@ def test_serve_imports_no_torch() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_engines_import_no_http_client() -> None:
+    """It brings a command line of its own, 0.3 s; engines that fetch pictures import it then."""
+    code = "import sys; from unisono import LLM; LLM"
+    code += "\nprint([m for m in ('httpx', 'click', 'rich', 'fastapi', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_a_start_on_a_cpu_imports_no_sympy() -> None:
     """torch imports it, in 0.8 s, for shapes of meta tensors; captures made it do so."""
     code = "import sys; from unisono import LLM, SamplingParams; llm = LLM('tiny', device='cpu', graph_capture='lazy')"

@@ -23,9 +23,15 @@ def children(pid: int) -> list[int]:
     return found[1:]
 
 
-def lanes(grammars: Grammars, outputs: StructuredOutputs) -> list[int]:
+def lanes_now(grammars: Grammars, outputs: StructuredOutputs) -> list[int]:
+    """The lanes of a compiled grammar."""
     (result,) = [job.result for job in grammars._jobs.values() if job.outputs == outputs]
     assert isinstance(result, Compiled)
-    found = children(result.process._pid)
+    return children(result.process._pid)
+
+
+def lanes(grammars: Grammars, outputs: StructuredOutputs) -> list[int]:
+    """The lanes of a compiled grammar, of which there is one."""
+    found = lanes_now(grammars, outputs)
     assert found
     return found

@@ -18,7 +18,7 @@ import pytest
 
 from tests.models.make import END, make_tokenizer
 from tests.structured_output.endless_worker import ENDLESS
-from tests.structured_output.lane_processes import children, lanes
+from tests.structured_output.lane_processes import children, lanes, lanes_now
 from unisono.sandbox.forks import Template
 from unisono.structured_output.matcher import GrammarError, Matcher, fill
 from unisono.structured_output.workers import grammars as grammars_module
@@ -214,6 +214,25 @@ def test_matchers_survive_the_death_of_their_process(grammars: Grammars) -> None
     fill(matchers, drafts, out, range(6))
     allowed = np.unpackbits(out.view(np.uint8), axis=-1, bitorder="little")
     assert all(set(np.flatnonzero(row).tolist()) == set(ids("def")) for row in allowed.reshape(6, -1))
+
+
+def test_lanes_of_single_outputs_end_with_them(grammars: Grammars) -> None:
+    """Outputs of lanes that died go on in a lane each, which no other output joins."""
+    asked = regex("abc[d-f]{4}")
+    count = len(children(os.getpid()))
+    for _ in range(3):
+        matchers = [follower(grammars, asked) for _ in range(3)]
+        drafts, out = np.empty((3, 1, 0), np.int32), np.empty((3, 1, 1, WORDS), np.int32)
+        fill(matchers, drafts, out, range(3))
+        for lane in lanes(grammars, asked):
+            os.kill(lane, signal.SIGKILL)
+        fill(matchers, drafts, out, range(3))
+        assert len(lanes(grammars, asked)) == 3
+        for matcher in matchers:
+            matcher.close()
+        until(lambda: not lanes_now(grammars, asked), 10)
+    assert mask(follower(grammars, asked)) == set(ids("a"))
+    assert len(children(os.getpid())) == count + 2, "the compiler, and a lane"
 
 
 def ids(text: str) -> list[int]:

@@ -6,9 +6,12 @@ import asyncio
 import base64
 import io
 import json
+import os
 import random
+import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import soak_bodies
-from benchmarks.soak import Held, Report, _lives, answering
+from benchmarks.soak import Report, answering
 from benchmarks.soak_bodies import Abilities
 from benchmarks.soak_requests import (
     CHAT,
@@ -33,6 +36,8 @@ from benchmarks.soak_requests import (
     judge,
     kinds,
 )
+from benchmarks.soak_server import COMPILER, LANE, Held, files_by_kind, kind_of, lives
+from unisono.sandbox.forks import Template
 from unisono.structured_output.json_schema.normalise import normalised
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +209,10 @@ def test_reference_server_keeps_flags_that_affect_answers() -> None:
 
 
 KILLED = [Outcome("a", "killed", 1.0)]
-HELD = {"pages": 0.0, "running": 0.0, "waiting": 0.0, "load": 0.0, "files": (30, 40), "processes": 9}
+FILES = Counter({"socket": 20, "pipe": 10}), Counter({"socket": 40})
+PROCESSES = Counter({"the API process": 1, "spawn": 1, COMPILER: 2, LANE: 2})
+HELD = {"pages": 0.0, "running": 0.0, "waiting": 0.0, "load": 0.0, "files": FILES, "processes": PROCESSES}
+ONE_MORE = Counter({"TCP connection": 1, "socket": 20, "pipe": 10}), FILES[1]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +222,20 @@ HELD = {"pages": 0.0, "running": 0.0, "waiting": 0.0, "load": 0.0, "files": (30,
         ({"pages": 0.1}, {}, "pages left: 0.1"),
         ({"running": 1.0}, {}, "running left: 1"),
         ({"load": 2.0}, {}, "requests in flight left: 2"),
-        ({"files": (31, 40)}, {}, "files of the API process: 30 before, 31 after"),
-        ({"files": (30, 41)}, {}, "files of the engine process: 40 before, 41 after"),
-        ({"processes": 10}, {}, "processes: 9 before, 10 after"),
+        ({"files": ONE_MORE}, {}, "files of the API process: 30 before, 31 after: TCP connection 0 → 1"),
+        (
+            {"files": (FILES[0], FILES[1] + Counter(socket=1))},
+            {},
+            "files of the engine process: 40 before, 41 after: socket 40 → 41",
+        ),
+        (
+            {"processes": PROCESSES + Counter(spawn=1)},
+            {},
+            "processes: 6 before, 7 after: spawn 1 → 2",
+        ),
+        ({"processes": PROCESSES + Counter({LANE: 6})}, {}, None),
+        ({"processes": PROCESSES + Counter({LANE: 7})}, {}, f"{LANE} 8 → 9"),
+        ({"processes": PROCESSES + Counter({COMPILER: 1})}, {}, f"{COMPILER} 2 → 3"),
         ({}, {"memory": [100.0] * 60 + [103.0] * 40}, "memory grew by 3.0 %"),
         ({}, {"preemptions": 0}, "nothing was preempted"),
         ({}, {"outcomes": [Outcome("a", "ok", 1.0)]}, "nothing was refused for overload"),
@@ -241,10 +260,29 @@ def test_violations(held: dict[str, Any], more: dict[str, Any], says: str | None
 
 def test_zombie_process_counts_as_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert _lives(process.pid)
+    assert lives(process.pid)
     process.kill()
-    while _lives(process.pid):
+    while lives(process.pid):
         pass
     process.wait()
-    assert not _lives(process.pid)
+    assert not lives(process.pid)
     assert judge(BAD, Answer(404, error="no"), None) == ("ok", "")
+
+
+def test_processes_and_files_have_kinds(tmp_path: Path) -> None:
+    """A report of what is left names it, so that a reader can act."""
+    module = "unisono.text.templates.renderer"
+    template = Template(module, [], 60)
+    try:
+        channel, pid = template.fork()
+        owner = int(Path(f"/proc/{pid}/status").read_text().partition("PPid:")[2].split()[0])
+        assert kind_of(owner, "the API process") == module
+        assert kind_of(pid, module) == f"{module}, forked"
+        assert kind_of(pid, f"{module}, forked") == f"{module}, forked, forked"
+        channel.close()
+    finally:
+        template.close()
+    before = files_by_kind(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)), (tmp_path / "a").open("wb"):
+        more = files_by_kind(os.getpid()) - before
+    assert more == {"TCP connection": 1, str(tmp_path / "a"): 1}

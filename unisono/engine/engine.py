@@ -28,6 +28,7 @@ from unisono.engine.offload import make_offload
 from unisono.engine.scheduling.arrivals import ArrivalGate, Arrivals
 from unisono.engine.scheduling.default_drafts import with_default_drafts
 from unisono.engine.scheduling.draft_controller import DraftController
+from unisono.engine.scheduling.fewer_drafts import note_drafts
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.scheduling.prompt_budget import PromptBudget
 from unisono.engine.scheduling.scheduler import Scheduler
@@ -398,9 +399,8 @@ class Engine:
             else:
                 sequence.tokens += new
             deltas.append(TokenDelta(sequence.request_id, new))
-        if drafts:
-            for delta, proposed, count in zip(deltas, drafted.tolist(), counts.tolist(), strict=True):
-                delta.drafted_tokens, delta.accepted_tokens = proposed, count - 1
+        most = self.runner.choices[-1]
+        note_drafts(work, committed, deltas, drafted, counts, self.scheduler.progress, most)
         ended = set() if running.all() else set(np.flatnonzero(~running).tolist())
         for index in ended:
             deltas[index].finish = REASONS[result[index, 1]]

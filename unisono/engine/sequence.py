@@ -18,6 +18,7 @@ from unisono.kv.pages import Reservation
 from unisono.kv.prefix_tree import Token
 from unisono.passes.features.base import Feature, PrePass, RequestState, Row
 from unisono.types import EngineRequest, FinishReason
+from unisono.types.acceptance import FewerDrafts
 
 Growth = tuple[int, list[int]]
 """First new column of a page table, and the page ids from there on."""
@@ -293,7 +294,7 @@ class Round:
     verification, which takes two passes. forced [rows, drafts] int32: tokens that features know in advance, padded with
     -1; None: none. proposes: False if the drafter does not run, so that the round is its second pass alone. rates
     [rows, k] float32: expected acceptance of each draft after the ones before it, if the rows share a budget of
-    ``drafts`` each; None: all rows have the same width.
+    ``drafts`` each; None: all rows have the same width. fewer: why ``drafts`` is less than the drafter's k.
     """
 
     rows: Rows
@@ -304,6 +305,7 @@ class Round:
     forced: np.ndarray | None = None
     proposes: bool = True
     rates: np.ndarray | None = None
+    fewer: FewerDrafts = FewerDrafts.NONE
 
     @property
     def most(self) -> int:

@@ -25,6 +25,14 @@ SHARED_MEMORY = Path("/dev/shm")
 """Directory of files in shared memory, where Linux has them."""
 
 
+COLLECTIVE = (
+    "update_weights", "update_weights_from_tensor", "update_weights_from_distributed", "init_weights_update_group",
+    "destroy_weights_update_group", "load_lora_adapter_from_tensors", "pause_generation", "continue_generation",
+    "sleep", "wake_up", "reset_prefix_cache",
+)  # fmt: skip
+"""Methods that :meth:`WeightCalls.collective_rpc` calls by name."""
+
+
 class WeightCalls:
     """The part of ``LLM`` that changes weights. Each method returns once all ranks have done it."""
 
@@ -186,6 +194,27 @@ class WeightCalls:
     def is_sleeping(self) -> bool:
         """True while a part of the memory sleeps."""
         return bool(self.loop.engine.sleep.asleep)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call one of COLLECTIVE by name, as vLLM's method of this name does with those of its workers.
+
+        Returns a list of the one result: all ranks take part in each call. Raises BadRequest for another method, for a
+        function (ranks take commands, not code), and for a timeout (a call ends between two passes).
+        """
+        if not isinstance(method, str) or method not in COLLECTIVE:
+            shown = method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+            raise BadRequest(f"method={shown!r} is not called on ranks; these are: {', '.join(COLLECTIVE)}.", "method")
+        if timeout is not None:
+            raise BadRequest(
+                f"timeout={timeout}: calls end between two passes, without a limit; leave it out.", "timeout"
+            )
+        return [getattr(self, method)(*args, **(kwargs or {}))]
 
     def _submit(self, requests: Sequence[EngineRequest]) -> Inbox:
         """Add requests to the engine. Raises BadRequest while it sleeps, since this thread would wait for ever."""

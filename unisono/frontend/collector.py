@@ -116,7 +116,7 @@ class _Sequence:
         self.started = True
         self.output.record(delta)
         new, completion = self.output.detokenize(delta), self.completion
-        self._drafts.add(delta.rounds, len(new.token_ids))
+        self._drafts.add(delta.rounds, len(new.token_ids), delta.fewer_drafts)
         completion.token_ids += new.token_ids
         completion.text += new.text
         completion.error = delta.error

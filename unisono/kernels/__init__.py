@@ -4,11 +4,15 @@
 modules. :mod:`unisono.kernels.library` declares ops.
 """
 
-from unisono.kernels.cache.rotary import rope_and_cache
-from unisono.kernels.gemm.linear import configure_exact_blas, exact_blas, linear
-from unisono.kernels.gemm.linear_norm import linear_norm
-from unisono.kernels.norm.activation import sigmoid_gate, silu_mul
-from unisono.kernels.norm.rms_norm import rms_norm
+from unisono.kernels import sources
+
+sources.install()  # before kernels are defined
+
+from unisono.kernels.cache.rotary import rope_and_cache  # noqa: E402
+from unisono.kernels.gemm.linear import configure_exact_blas, exact_blas, linear  # noqa: E402
+from unisono.kernels.gemm.linear_norm import linear_norm  # noqa: E402
+from unisono.kernels.norm.activation import sigmoid_gate, silu_mul  # noqa: E402
+from unisono.kernels.norm.rms_norm import rms_norm  # noqa: E402
 
 __all__ = [
     "configure_exact_blas",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -9,6 +12,27 @@ from msgspec import UNSET, UnsetType
 
 LEVELS = ("none", "summary", "detailed")
 """Values of ``--per-request-spec-decode-metrics``."""
+
+
+class FewerDrafts(enum.IntEnum):
+    """Reason why a step of a sequence had fewer drafts than the drafter's k.
+
+    NONE: it had k. COST: fewer drafts bring more tokens a second, as costs and acceptance are. PROBE: the engine
+    measured another number. CATCH_UP: the drafter first had to observe tokens. NO_GRAPH: no graph of a round with k was
+    captured. PROMPTS: the token came from a pass that also computed prompts. PINNED: the number is fixed. LIMIT: the
+    request's own limit. SHARED: other requests used the drafts that all share. NOT_FOUND: the drafter found fewer.
+    """
+
+    NONE = 0
+    COST = 1
+    PROBE = 2
+    CATCH_UP = 3
+    NO_GRAPH = 4
+    PROMPTS = 5
+    PINNED = 6
+    LIMIT = 7
+    SHARED = 8
+    NOT_FOUND = 9
 
 
 class RequestAcceptance(msgspec.Struct):
@@ -21,7 +45,8 @@ class RequestAcceptance(msgspec.Struct):
     found nothing, or the engine chose no drafts because they would have cost time.
     mean_draft_tokens: drafts per step with drafts: the mean k. drafts_histogram: entry j is the number of steps with j
     drafts; entry 0 is ``num_steps_without_drafts``. accepted_per_position, drafted_per_position: entry j is the number
-    of accepted drafts, and of drafts, at position j of a step.
+    of accepted drafts, and of drafts, at position j of a step. fewer_drafts: number of steps with fewer than
+    num_spec_tokens drafts, by reason (:class:`FewerDrafts`, in lower case).
     per_step_accepted, per_step_drafted: one entry per step with drafts; absent in a summary.
     """
 
@@ -38,6 +63,7 @@ class RequestAcceptance(msgspec.Struct):
     drafts_histogram: list[int]
     accepted_per_position: list[int]
     drafted_per_position: list[int]
+    fewer_drafts: dict[str, int]
     per_step_accepted: list[int] | UnsetType = UNSET
     per_step_drafted: list[int] | UnsetType = UNSET
 
@@ -49,20 +75,23 @@ class DraftCount:
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.num_drafted = self.num_accepted = 0  # their sums, which streams read with every chunk
+        self.fewer: Counter[int] = Counter()
         self.steps = 0
         """Steps so far, the prompt's pass included."""
 
-    def add(self, rounds: Iterable[tuple[int, int, int]], tokens: int) -> None:
+    def add(self, rounds: Iterable[tuple[int, int, int]], tokens: int, fewer: Iterable[int] = ()) -> None:
         """Add the ``TokenDelta.rounds`` of a delta of which the text has the first ``tokens`` tokens.
 
-        An entry with accepted and without drafted tokens continues the step before it.
+        An entry with accepted and without drafted tokens continues the step before it. fewer: the delta's
+        ``fewer_drafts``; empty: none of these rounds had fewer.
         """
-        for length, drafted, accepted in rounds:
+        for (length, drafted, accepted), why in zip(rounds, itertools.chain(fewer, itertools.repeat(0)), strict=False):
             if tokens > 0 and accepted and not drafted:
                 self.accepted[-1] += accepted
                 self.num_accepted += accepted
             elif tokens > 0:
                 self.steps += 1
+                self.fewer[why] += 1
                 if drafted:
                     self.drafted.append(drafted)
                     self.accepted.append(min(accepted, tokens))
@@ -94,6 +123,7 @@ class DraftCount:
             drafts_histogram=[without, *by_drafts[1:]],
             accepted_per_position=_per_position(histogram),
             drafted_per_position=_per_position(by_drafts),
+            fewer_drafts={FewerDrafts(why).name.lower(): n for why, n in sorted(self.fewer.items()) if why},
             per_step_accepted=list(self.accepted) if detailed else UNSET,
             per_step_drafted=list(self.drafted) if detailed else UNSET,
         )

@@ -148,7 +148,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     extra: reports of features of other packages, a list by name; lists of successive deltas are concatenated.
     error: the request failed inside the engine; ``finish`` is then ABORT. error_param: the request's field
         that caused it; None if the engine did.
-    joined: rounds of a delta that combines several; see :attr:`rounds`.
+    joined: rounds of a delta that combines several; see :attr:`rounds`. fewer: why a round had fewer drafts than k, a
+        value of FewerDrafts; joined_fewer: those of ``joined``; see :attr:`fewer_drafts`.
     """
 
     request_id: str
@@ -168,6 +169,8 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
     error_param: str | None = None
     routed_experts: ExpertIds | None = None
     prompt_routed_experts: ExpertIds | None = None
+    fewer: int = 0
+    joined_fewer: list[int] | None = None
 
     @property
     def rounds(self) -> list[tuple[int, int, int]]:
@@ -176,8 +179,17 @@ class TokenDelta(msgspec.Struct, omit_defaults=True):
             return self.joined
         return [(len(self.token_ids), self.drafted_tokens, self.accepted_tokens)] if self.token_ids else []
 
+    @property
+    def fewer_drafts(self) -> list[int]:
+        """Why each of :attr:`rounds` had fewer drafts than k; 0 for one that had k."""
+        if self.joined is None:
+            return [self.fewer] if self.token_ids else []
+        return self.joined_fewer or [0] * len(self.joined)
+
     def absorb(self, later: TokenDelta) -> None:
         """Append the delta that follows this one."""
+        why = [*self.fewer_drafts, *later.fewer_drafts]
+        self.joined_fewer = why if any(why) else None
         if self.joined is None:
             self.joined = self.rounds
         self.joined += later.rounds

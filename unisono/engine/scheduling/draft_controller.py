@@ -23,6 +23,7 @@ from unisono.engine.sequence import Extend, FeaturePass, Pass, Round, Rows, Sequ
 from unisono.engine.startup.buckets import CPU_COST
 from unisono.engine.worker.progress import NOBODY, Progress
 from unisono.types import FinishReason
+from unisono.types.acceptance import FewerDrafts
 
 if TYPE_CHECKING:
     from unisono.engine.worker.runner import Runner
@@ -99,11 +100,24 @@ class DraftController:
         drafts = self._choose(work.rows) if fixed is None else fixed
         if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # rounds that the host reads have no widths in between
-        work = work if drafts == work.drafts else replace(work, drafts=drafts)
+        if drafts != work.drafts or drafts < self._runner.choices[-1]:
+            work = replace(work, drafts=drafts, fewer=self._why_fewer(work, drafts))
         work = self._shared(self._with_catch_up(self._forced.added(work) if work.reads_drafts else work))
         self.rounds[work.drafts] += 1
         self._launched = work
         return work
+
+    def _why_fewer(self, work: Round, drafts: int) -> FewerDrafts:
+        """The reason why a round has this number of drafts; NONE for k."""
+        most = self._runner.choices[-1]
+        if drafts >= most:
+            return FewerDrafts.NONE
+        if self.pinned is not None:
+            return FewerDrafts.PINNED
+        policy = self._reading_policy if work.reads_drafts else self.policy
+        if self.padding_ms(len(work.rows), most) is None:
+            return FewerDrafts.NO_GRAPH
+        return FewerDrafts.COST if drafts == policy.drafts else FewerDrafts.PROBE
 
     def _shared(self, work: Round) -> Round:
         """Return the round with the rates by which its requests share drafts, if they do."""
@@ -188,7 +202,10 @@ class DraftController:
             work = replace(work, catching_up=work.rows.where(pending > 0))
             self._progress.unobserved[work.rows.slots] = np.maximum(0, pending - each)
             if most > each:
-                self._put_off[work.reads_drafts], work = work.drafts, replace(work, drafts=0, forced=None)
+                self._put_off[work.reads_drafts], work = (
+                    work.drafts,
+                    replace(work, drafts=0, forced=None, fewer=FewerDrafts.CATCH_UP),
+                )
         if not work.drafts:
             self._undrafted(work.rows)
         return work

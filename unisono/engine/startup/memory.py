@@ -135,25 +135,45 @@ def _within_context(config: ResolvedConfig, pages: int, why: str) -> ResolvedCon
     return config.decide("max_model_len", capacity, reason, max_model_len=capacity)
 
 
-def peak_bytes(passes: Sequence[tuple[Program, PassShape]], device: torch.device) -> int:
-    """Bytes of the GPU in use at the peak of the largest of these passes, including other processes.
+@dataclass(frozen=True)
+class PeakGrowth:
+    """Growth of a GPU's memory in the largest pass, in bytes.
 
-    The passes run on padding tokens: they compute everything but attention, which keeps no activations.
+    allocated: of torch's allocator, freed after the pass. beside: of CUDA and its libraries at their first use, kept.
+    """
+
+    allocated: int
+    beside: int
+
+
+def peak_bytes(
+    passes: Sequence[tuple[Program, PassShape]], device: torch.device, known: PeakGrowth | None = None
+) -> tuple[int, PeakGrowth]:
+    """Return the bytes of the GPU in use at the peak of the largest of these passes, and their growth within it.
+
+    Memory of other processes counts. The passes run on padding tokens: they compute everything but attention, which
+    keeps no activations. known: the growth that an earlier start measured; then no pass runs.
     """
     torch.cuda.synchronize()
     gc.collect()  # reserved by an earlier engine of this process
     torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    growth = _growth(passes, device, free) if known is None else known
+    return total - free + growth.allocated + growth.beside, growth
+
+
+def _growth(passes: Sequence[tuple[Program, PassShape]], device: torch.device, free: int) -> PeakGrowth:
+    """Run the passes. free: bytes of the GPU that were free before."""
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     for program, shape in passes:
         program.run(Buffers(program.schema, shape, device))
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    grown = max(0, torch.cuda.max_memory_reserved() - before)
-    used = total - free - (torch.cuda.memory_reserved() - before) + grown
+    beside = free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - before)
+    allocated = max(0, torch.cuda.max_memory_reserved() - before)
     gc.collect()
     torch.cuda.empty_cache()
-    return used
+    return PeakGrowth(allocated, beside)
 
 
 def with_graph_bytes(config: ResolvedConfig, default: int, why: str) -> ResolvedConfig:

@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.compiler import compiler
 from triton.runtime import jit
-from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 
 from unisono.config import ResolvedConfig, env
 from unisono.engine.startup.kernel_archives import SIDECAR, UNREADABLE, KernelArchive, archive_name, portable_key
@@ -142,9 +142,13 @@ _serving: PackagedKernels | None = None
 
 
 def installed_kernels(device: torch.device) -> PackagedKernels:
-    """Open and install the archive for a device; on a CPU, where nothing is compiled, there is none."""
+    """Open and install the archive for a device; on a CPU, where nothing is compiled, there is none.
+
+    Triton's files are hashed meanwhile, which takes 0.3 s without the GIL: every kernel's key has the hash.
+    """
     if device.type != "cuda":
         return PackagedKernels(None, "a CPU compiles no kernels")
+    threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
     packaged = PackagedKernels.of(device)
     packaged.install()
     return packaged

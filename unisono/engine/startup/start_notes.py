@@ -1,8 +1,8 @@
 """Notes of earlier starts: what a start compares and measures on a GPU, in files that later starts read.
 
-Proofs of exact kernels depend on the GPU, its driver, versions and sources; the times of passes depend on the engine's
-configuration, too. Both are in the name of their file, so notes of anything else are never read. A start without notes
-compares and measures, and writes them.
+Proofs of exact kernels depend on the GPU, its driver, versions and sources; the times of passes and the memory of the
+largest one depend on the engine's configuration, too. These are in the name of their file, so notes of anything else
+are never read. A start without notes compares and measures, and writes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +26,7 @@ import triton
 from unisono.config import ResolvedConfig, catalog, env
 from unisono.config.checkpoint_files import CONFIG
 from unisono.distributed import cuda_driver
+from unisono.engine.startup.memory import PeakGrowth
 from unisono.graphs.cost import PassCost
 from unisono.kernels import proofs
 
@@ -41,22 +42,25 @@ UNRELATED = {env.CACHE.name, env.START_NOTES.name, env.API_KEY.name, env.TRANSFE
 
 @dataclass
 class StartNotes:
-    """Notes of one start. proofs, costs: files; None: nothing is read or written.
+    """Notes of one start. proofs, costs, memory: files; None: nothing is read or written.
 
-    known: results of earlier proofs, by kernel and key. costs_known: costs of passes, by their buckets.
+    known: results of earlier proofs, by kernel and key. costs_known: costs of passes, by their buckets. growth_known:
+    growth of memory in the largest pass; None: not known.
     """
 
     proofs: Path | None = None
     costs: Path | None = None
+    memory: Path | None = None
     known: Mapping[str, bool] = field(default_factory=dict)
     costs_known: dict[str, PassCost] = field(default_factory=dict)
+    growth_known: PeakGrowth | None = None
 
     @classmethod
     def of(cls, config: ResolvedConfig, files: Iterable[Path], ranks: int) -> StartNotes:
         """Read the notes for this GPU and configuration. files: those that the model's shapes come from.
 
-        Ranks agree on proofs by comparing them, so notes of proofs are for one rank only. They also need a package that
-        tells the version of cuBLAS.
+        Ranks agree on proofs and memory by comparing them, so notes of these are for one rank only. Proofs also need a
+        package that tells the version of cuBLAS.
         """
         directory = env.start_notes()
         if directory is None or config.device.type != "cuda":
@@ -65,9 +69,15 @@ class StartNotes:
         settings = json.dumps(config.explain()["settings"], sort_keys=True, default=str)
         stored = [file.read_bytes() for file in files if file.is_file()]
         whole = _digest(machine, settings, str(ranks), *stored)
-        proven = ranks == 1 and any(_version(name) for name in BLAS)
-        found = cls(directory / f"proofs-{machine}.json" if proven else None, directory / f"costs-{whole}.json")
+        alone = ranks == 1
+        proven = alone and any(_version(name) for name in BLAS)
+        found = cls(
+            directory / f"proofs-{machine}.json" if proven else None,
+            directory / f"costs-{whole}.json",
+            directory / f"memory-{whole}.json" if alone else None,
+        )
         found.known = {name: bool(same) for name, same in _read(found.proofs).items()}
+        found.growth_known = _growth(_read(found.memory))
         try:
             found.costs_known = {name: _cost(each) for name, each in _read(found.costs).items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -83,6 +93,11 @@ class StartNotes:
         if self.proofs is not None and (results := {**self.known, **proofs.results()}) != self.known:
             _write(self.proofs, results)
 
+    def save_growth(self, growth: PeakGrowth) -> None:
+        """Write the growth of memory in the largest pass, unless it was known."""
+        if self.memory is not None and growth != self.growth_known:
+            _write(self.memory, asdict(growth))
+
     def save(self, costs: Mapping[str, PassCost]) -> None:
         """Write the costs that were measured, unless all were known."""
         if self.costs is not None and costs.keys() - self.costs_known.keys():
@@ -91,6 +106,7 @@ class StartNotes:
     def decision(self) -> tuple[str, str, str]:
         """(name, value, reason) for ``explain``."""
         value = f"{len(self.known)} proofs and {len(self.costs_known)} costs of passes of earlier starts"
+        value += "" if self.growth_known is None else ", and the largest pass's memory"
         return "start notes", value, "for this GPU, driver, versions, sources and settings; UNISONO_START_NOTES=0: none"
 
 
@@ -136,6 +152,12 @@ def _digest(*parts: str | bytes) -> str:
 
 def _cost(stored: Mapping[str, Any]) -> PassCost:
     return PassCost(**{**stored, "points": tuple((int(rows), float(ms)) for rows, ms in stored["points"])})
+
+
+def _growth(stored: Mapping[str, Any]) -> PeakGrowth | None:
+    """The growth of memory in a file's notes; None for notes of another form."""
+    numbers = [stored.get(each.name) for each in fields(PeakGrowth)]
+    return PeakGrowth(*numbers) if all(isinstance(number, int) for number in numbers) else None  # type: ignore[arg-type]
 
 
 def _read(file: Path | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from triton.runtime.jit import KernelInterface
 
 from unisono.engine.startup.buckets import usual_name
 from unisono.engine.startup.compile_processes import CompileProcesses
+from unisono.engine.startup.repeated_layers import skipping_repeated_layers
 from unisono.graphs import Buffers, Features, PassShape, Program
 from unisono.graphs.buckets import Buckets
 
@@ -107,3 +108,11 @@ def run_on_padding(passes: Sequence[tuple[Program, PassShape]], device: torch.de
     """Run each pass once on padding rows, which change only the padding page and the padding slot."""
     for program, shape in passes:
         program.run(Buffers(program.schema, shape, device))
+
+
+def run_kinds_on_padding(passes: Sequence[tuple[Program, PassShape]], device: torch.device) -> None:
+    """Like :func:`run_on_padding`, with one decoder layer of each kind: enough for the kernels, not for results."""
+    with skipping_repeated_layers() as repeated:
+        for each in passes:
+            run_on_padding([each], device)
+            repeated.end_pass()

@@ -38,10 +38,12 @@ from unisono.engine.startup.buckets import (
     shared_choices,
 )
 from unisono.engine.startup.compile_processes import CompileProcesses, forks_for
+from unisono.engine.startup.drafter import make_drafter
 from unisono.engine.startup.memory import PageDemand, fit_pages, peak_bytes
 from unisono.engine.startup.packaged_kernels import installed_kernels
+from unisono.engine.startup.start_notes import StartNotes
 from unisono.engine.startup.synthetic import candidate_rule
-from unisono.engine.startup.warmup import compiling_only, run_on_padding, warmup_passes
+from unisono.engine.startup.warmup import compiling_only, run_kinds_on_padding, warmup_passes
 from unisono.engine.worker.device_state import StateSizes
 from unisono.engine.worker.sleeping import SleepingMemory, modules_of
 from unisono.engine.worker.slots import Slots, slot_schema
@@ -64,7 +66,6 @@ from unisono.layers.linear import prove_linears, rehearse_proofs
 from unisono.models.blocks.decoder import Decoder
 from unisono.models.blocks.layer_tails import fuse_tails, rehearse_tails
 from unisono.models.blocks.router_recorder import RouterRecorder
-from unisono.models.config import DecoderConfig
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model, load_tower
 from unisono.models.load.splits import split_decisions
@@ -78,7 +79,7 @@ from unisono.passes.round import catch_up_program, draft_program, round_program,
 from unisono.passes.slot_tensors import rotary_positions
 from unisono.passes.tree import Tree, path_pages
 from unisono.sampling.pipeline import DraftSampler, ReportedValues
-from unisono.types import ConfigError, SpeculativeConfig
+from unisono.types import SpeculativeConfig
 
 MAX_EXTEND_ROWS = 32
 """Largest number of requests in one prompt pass."""
@@ -96,9 +97,15 @@ class Build:
     """
 
     def __init__(
-        self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Progress, group: Group | None = None
+        self,
+        config: ResolvedConfig,
+        checkpoint: Checkpoint,
+        progress: Progress,
+        group: Group | None = None,
+        notes: StartNotes | None = None,
     ) -> None:
         self.config, self.seconds, self._group = config, dict[str, float](), group or Alone()
+        self._notes = notes or StartNotes()
         packaged = installed_kernels(config.device)
         with CompileProcesses(forks_for(config.device, self._group.ranks.count), packaged.serves) as self._processes:
             self._build(checkpoint, progress)
@@ -116,7 +123,7 @@ class Build:
         attention = {shape: make_attention(*shape[:2]) for shape in c.attention_shapes_of(ranks)}
         self.config = config = graph_modes(self.config, next(iter(attention.values())))
         spec = config.speculative or SpeculativeConfig()
-        drafter = _drafter(spec, c)  # raises before weights are loaded
+        drafter = make_drafter(spec, c)  # raises before weights are loaded
         model, tower = self._load(checkpoint, make_attention, progress)
         self.paths, k = max(1, len(spec.paths)), drafter.num_drafts
         specs = model.state_specs()
@@ -393,7 +400,7 @@ class Build:
         launched = "while the one before it ends" if overlaps(config.device) else "when its turn comes"
         self.decide("a layer's kernel is launched", launched, "ahead of its turn from compute capability 9.0 on")
         with compiling_only(config.device, self._processes):
-            run_on_padding(self._needing_every_kernel(programs), config.device)
+            run_kinds_on_padding(self._needing_every_kernel(programs), config.device)
 
     def _needing_every_kernel(self, programs: dict[str, Program]) -> list[tuple[Program, PassShape]]:
         """Return passes that together need the kernels of all passes, including those that are measured next."""
@@ -461,7 +468,10 @@ class Build:
         )
 
         def measure() -> int:
-            peaks: list[int] = self._group.exchange(peak_bytes(self._largest(self._programs()), config.device))
+            largest = self._largest(self._programs())
+            used, growth = peak_bytes(largest, config.device, self._notes.growth_known)
+            self._notes.save_growth(growth)
+            peaks: list[int] = self._group.exchange(used)
             return max(peaks)
 
         pages, snapshots, self.config = fit_pages(config, demand, measure)
@@ -478,21 +488,3 @@ class Build:
         windows = {w: WindowPool(w, 1) for w in worker.store.window_groups if w != ALL}
         prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}
-
-
-def _drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
-    """Return the drafter of the configured method, without its weights. Raises ConfigError if it cannot draft the
-    tree.
-    """
-    drafter: Drafter = catalog.drafters.load(spec.method)(spec, target)
-    if spec.paths and not isinstance(drafter, TreeDrafter):
-        raise ConfigError(
-            f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "
-            "paths is configured: leave out speculative_token_tree, or topk and num_draft_tokens."
-        )
-    if (spec.draft_tensor_parallel_size or 1) > 1 and not isinstance(drafter, DivisibleDrafter):
-        raise ConfigError(
-            f"draft_tensor_parallel_size={spec.draft_tensor_parallel_size}: the method {spec.method!r} has no layers "
-            "that could be divided so; leave it out."
-        )
-    return drafter

@@ -53,7 +53,7 @@ class Runner:
     def _start(self, config: ResolvedConfig, checkpoint: Checkpoint, progress: Callable[[str, float], None]) -> None:
         notes = StartNotes.of(config, shape_files(config, checkpoint.path), ranks_of(config, checkpoint.config).count)
         with notes.proving():
-            self._build = build = Build(config, checkpoint, progress, self.team)
+            self._build = build = Build(config, checkpoint, progress, self.team, notes)
         if self.team is not None:
             self.team.exchange("ready")
         self.worker, self.seconds, self.decide = build.worker, build.seconds, build.decide

@@ -52,7 +52,7 @@ def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, TokenOrigin | None
         yield delta, None
         return
     done, last = 0, len(delta.token_ids) - 1
-    for tokens, drafted, accepted in delta.rounds:
+    for (tokens, drafted, accepted), fewer in zip(delta.rounds, delta.fewer_drafts, strict=True):
         for place in range(tokens):
             is_draft = place < accepted
             yield (
@@ -64,6 +64,7 @@ def by_token(delta: TokenDelta) -> Iterator[tuple[TokenDelta, TokenOrigin | None
                     drafted_tokens=0 if place else drafted,
                     accepted_tokens=int(is_draft),
                     joined=[(1, 0 if place else drafted, int(is_draft))] if is_draft or not place else [],
+                    joined_fewer=[fewer] if fewer and not place else None,
                 ),
                 TokenOrigin(place if is_draft else None, drafted, accepted),
             )

@@ -260,7 +260,7 @@ class Generation:
     def _read(self, delta: TokenDelta, draft: TokenOrigin | None) -> tuple[FinishReason, OutputPiece]:
         """(finish reason, piece) of a delta; RUNNING unless it ends the text."""
         new = self._output.detokenize(delta)
-        self.drafts.add(delta.rounds, len(new.token_ids))
+        self.drafts.add(delta.rounds, len(new.token_ids), delta.fewer_drafts)
         if new.logprobs is not None:
             self.cumulative_logprob += sum(one.logprob for one in new.logprobs)
         scores = new.logprobs if self._style.reports else None

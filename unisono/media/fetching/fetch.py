@@ -15,12 +15,14 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urljoin, urlsplit
-
-import httpx
 
 from unisono.media.fetching.addresses import is_public
 from unisono.types import BadRequest
+
+if TYPE_CHECKING:
+    import httpx
 
 MAX_REDIRECTS = 5
 MAX_URL_CHARS = 8192
@@ -125,6 +127,8 @@ class Fetcher:
 
     async def _get(self, parts: SplitResult, address: str) -> bytes | str:
         """The body, or the target of a redirect."""
+        import httpx  # 0.3 s, with its command line; few engines fetch
+
         assert parts.hostname is not None
         literal = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
         place = literal if parts.port is None else f"{literal}:{parts.port}"
@@ -168,6 +172,8 @@ class Fetcher:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
+        import httpx
+
         return httpx.create_ssl_context(trust_env=False)
 
 

@@ -31,6 +31,7 @@ from unisono.sandbox.channel import ForkChannel, Gone, pair
 from unisono.sandbox.forks import in_child, limit_memory, limit_time, serve
 from unisono.structured_output.syntax.parse import NOTHING, RefusedError, parse, reason
 from unisono.structured_output.vocabulary import build, nameable
+from unisono.structured_output.workers.processes import LANES
 from unisono.structured_output.workers.walk import EndRules, Unfollowable, Walk
 
 TRIAL_STEPS, TRIAL_SECONDS = 16, 0.05
@@ -130,6 +131,8 @@ class _Compiler:
                 del self._lanes[number]
                 self._lane(number).send("member", [end])
             os.close(end)
+            if number >= LANES:  # of one output: it ends with this output
+                self._lanes.pop(number).close()
 
     def _tried(self, eos: list[int], words: int) -> float:
         """Accept a few random tokens; returns the longest time of a mask or a token, in seconds.
