@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +52,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server
 
 def start(name: str, started: dict[str, Server], directories: pytest.TempPathFactory) -> None:
     directory = directories.mktemp(name)
-    command = [sys.executable, "-m", "unisono", "serve", *FLAGS[name].split(), *SMALL.split()]
+    command = ["unisono", "serve", *FLAGS[name].split(), *SMALL.split()]
     started[name] = Server(command, directory / "log", directory)
 
 

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.distributed.gather import Ranks
 from unisono.distributed.group import RankError, first_error
@@ -56,19 +57,35 @@ _CODE = (
 """Imports without the garbage collector, in which torch takes 0.3 s less: what they make stays."""
 
 
+class Process(Protocol):
+    """What is called of a ``subprocess.Popen``."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def interpreter(module: str, *descriptors: int) -> Process:
+    """Start ``module.main(*descriptors)`` in a new interpreter, which inherits the descriptors."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _CODE, str(Path(__file__).parents[2]), module, *map(str, descriptors)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+    )
+
+
 class RankProcess:
     """Process of another rank. first: its first message, pickled. pages: a socket for bytes of pages."""
+
+    start: Callable[..., Process] = staticmethod(interpreter)
 
     def __init__(self, module: str, index: int, memory: int, first: Any) -> None:
         self.index = index
         self.channel, theirs = pair()
-        arguments = [str(Path(__file__).parents[2]), module, str(theirs.fileno()), str(memory)]
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), memory],
-            )
+            self.process = self.start(module, theirs.fileno(), memory)
         self.pages, their_pages = sockets.socketpair()
         with their_pages:
             self.channel.send(pickle.dumps(first), [their_pages.fileno()])
