@@ -18,15 +18,16 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 MOST = 1 << 17
 """Bytes of a message: arguments and an environment."""
 _NUMBER = struct.Struct("i")
@@ -66,8 +67,9 @@ class Fork:
 
 
 class Forks:
-    """Starts forks of one process, which starts with the first of them. imports: modules, or ``module:function`` for
-    one to call.
+    """Starts forks of one process, which starts with the first of them.
+
+    imports: modules, or ``module:function`` to call one.
     """
 
     def __init__(self, *imports: str) -> None:
@@ -75,20 +77,52 @@ class Forks:
         self._lock = threading.Lock()
         self._channel: socket.socket | None = None
 
-    def run(self, module: str, *arguments: str, log: int, environment: Mapping[str, str]) -> Fork:
-        """``python -m module arguments`` in the root of the repository; its messages go to the descriptor ``log``."""
-        return self._start(("run", module, list(arguments)), [log], environment)
-
     def call(self, module: str, *descriptors: int) -> Fork:
-        """``module.main(*descriptors)`` in this process's environment."""
-        return self._start(("call", module, []), [2, *descriptors], os.environ)
+        """``module.main(*descriptors)`` in this process's environment and with its output."""
+        with open(os.devnull) as nothing:
+            return self._start("call", [module], ROOT, os.environ, [nothing.fileno(), 1, 2, *descriptors])
 
-    def _start(self, what: tuple[str, str, list[str]], descriptors: list[int], environment: Mapping[str, str]) -> Fork:
+    def python(self, *arguments: str, log: int, environment: Mapping[str, str]) -> Fork:
+        """``python arguments`` in the root of the repository; its messages go to the descriptor ``log``."""
+        with open(os.devnull, "r+") as nothing:
+            files = [nothing.fileno(), nothing.fileno(), log]
+            return self._start("python", list(arguments), ROOT, environment, files)
+
+    def finished(
+        self,
+        *arguments: str,
+        at: Path = ROOT,
+        environment: Mapping[str, str] = os.environ,
+        text: str = "",
+        timeout: float = 600,
+    ) -> subprocess.CompletedProcess[str]:
+        """``subprocess.run`` of ``python arguments`` in the directory ``at``. text: its input."""
+        with (
+            tempfile.TemporaryFile("w+") as given,
+            tempfile.TemporaryFile("w+") as out,
+            tempfile.TemporaryFile("w+") as log,
+        ):
+            given.write(text)
+            files = (given, out, log)
+            for file in files:
+                file.seek(0)
+            process = self._start("python", list(arguments), at, environment, [file.fileno() for file in files])
+            try:
+                code = process.wait(timeout)
+            finally:
+                process.kill()
+            out.seek(0)
+            log.seek(0)
+            return subprocess.CompletedProcess(arguments, code, out.read(), log.read())
+
+    def _start(
+        self, kind: str, arguments: list[str], at: Path, environment: Mapping[str, str], descriptors: list[int]
+    ) -> Fork:
         told, tell = os.pipe()
         try:
             with self._lock:
                 channel = self._channel = self._channel or self._begin()
-                message = pickle.dumps((*what, dict(environment)))
+                message = pickle.dumps((kind, arguments, str(at), dict(environment)))
                 socket.send_fds(channel, [message], [tell, *descriptors])
         finally:
             os.close(tell)
@@ -104,6 +138,10 @@ class Forks:
                 pass_fds=[theirs.fileno()],
             )
         return ours
+
+
+PROGRAMS = Forks("unisono.entrypoints.llm", "unisono.engine.engine", "unisono.cli.main")
+"""For programs that run a model."""
 
 
 # ---- in the process that forks ----------------------------------------------------------------------
@@ -158,24 +196,33 @@ def _reap(tell: dict[int, int]) -> None:
             os.close(pipe)
 
 
-def _work(message: tuple[str, str, list[str], dict[str, str]], given: list[int]) -> Any:
-    kind, module, arguments, environment = message
+def _work(message: tuple[str, list[str], str, dict[str, str]], given: list[int]) -> Any:
+    kind, arguments, at, environment = message
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    log, *descriptors = given
-    os.dup2(log, 2)
-    os.close(log)
+    for number in range(3):
+        os.dup2(given[number], number)
+        os.close(given[number])
     os.environ.clear()
     os.environ.update(environment)
-    time.tzset()
+    os.chdir(at)
     if kind == "call":
-        importlib.import_module(module).main(*descriptors)
+        importlib.import_module(arguments[0]).main(*given[3:])
         return
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.close(quiet)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    what, *rest = arguments
+    first = {"-c": "", "-m": at}.get(what, str(Path(what).parent))
+    extra = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.path[:1] = [first, *extra]
+    if what == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.argv = [what, *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif what == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(what, run_name="__main__")
 
 
 def _exit(work: Callable[[], object]) -> None:
@@ -199,6 +246,7 @@ def _exit(work: Callable[[], object]) -> None:
         code = 1
     finally:
         with suppress(Exception):
+            sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code or 0)
 

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.forks import PROGRAMS
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
 README = (ROOT / "README.md").read_text()
@@ -97,7 +99,7 @@ PYTHON = [
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=lambda v: v if v.endswith(".md") else "code")
 def test_python(page: str, code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = PROGRAMS.finished("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -33,12 +33,12 @@ def checkpoints_of(
 
 
 @pytest.fixture(scope="session")
-def plain() -> Callable[[Path], list[list[int]]]:
-    """Target -> the token ids of the matrix's requests without speculation."""
+def plain() -> Callable[..., list[list[int]]]:
+    """(target, count) -> the token ids of the matrix's first requests without speculation, by default of all."""
 
     @functools.cache
-    def run(target: Path) -> list[list[int]]:
+    def run(target: Path, count: int = len(PROMPTS)) -> list[list[int]]:
         with lazy_engine(target, enforce_eager=True) as llm:
-            return tokens(llm, PROMPTS, PARAMS)
+            return tokens(llm, PROMPTS[:count], PARAMS[:count])
 
     return run

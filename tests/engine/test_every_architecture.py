@@ -21,7 +21,7 @@ from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SamplingParams, SpeculativeConfig
 from unisono.types.lora import LoRARequest
 
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=5)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=5)
 """Noise is a function of seed and position, so that equal logits give equal tokens."""
 PROMPTS = [[7, 50, 91, 7, 50, 91, 7, 50] * 5, [3, 141, 59, 26]]
 

@@ -61,7 +61,7 @@ def plain() -> Callable[[Path], Said]:
 def check_way(name: str, way: Way, checkpoints: Checkpoints, expected: Said) -> None:
     method, spec = METHODS[name]
     flags = {"logprobs_mode": "processed_logprobs", **way.flags}
-    with drafting(checkpoints, method, spec, **flags) as llm:
+    with drafting(checkpoints, method, spec, graph_capture="lazy", **flags) as llm:
         assert said(llm, PROMPTS, PARAMS) == expected
         if way.again:
             before, newest = llm.engine.scheduler.prefix_hits, slice(None, -8, -1)

@@ -106,10 +106,10 @@ def test_hidden_state_graphs_are_captured_when_idle(qwen3: Path) -> None:
 @pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.full), "ngram"])
 def test_preempted(qwen3: Path, method: str) -> None:
     """Whoever resumes computes some states again, and hands out each once."""
-    params = asking(mixed_params(9, max_tokens=40))
+    params = asking(mixed_params(9, max_tokens=30))
     with engine(qwen3, dtype="float32", max_num_seqs=1) as llm:
         alone = [llm.generate([p], [q])[0] for p, q in zip(PROMPTS, params, strict=True)]
-    flags: dict[str, Any] = {"max_model_len": 144, "num_pages": 1 + 14}
+    flags: dict[str, Any] = {"max_model_len": 112, "num_pages": 1 + 10}
     with engine(qwen3, dtype="float32", speculative=SpeculativeConfig(method), **flags) as llm:
         together = llm.generate(PROMPTS, params)
         assert llm.engine.scheduler.preemptions >= 3

@@ -34,7 +34,7 @@ def offloaded(llm: LLM) -> Any:
 
 FAST = ("tiny, eagle3", "tiny-hybrid, mtp")
 CELLS = [
-    *(pytest.param(name, 20, marks=() if name in FAST else pytest.mark.full) for name in SETUPS),
+    *(pytest.param(name, 12, marks=() if name in FAST else pytest.mark.full) for name in SETUPS),
     *(pytest.param(name, 200, marks=pytest.mark.full) for name in SETUPS),
 ]
 
@@ -85,11 +85,11 @@ def test_prompts_that_end_around_a_page(model: str, monkeypatch: pytest.MonkeyPa
 
 def test_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that gave their pages back find them in host memory."""
-    batch, params = prompts(8, 250, low=40, high=70), mixed_params(8, max_tokens=40)
+    batch, params = prompts(6, 250, low=40, high=70), mixed_params(6, max_tokens=30)
     with engine("tiny", enforce_eager=True) as llm:
         expected = tokens(llm, batch, params)
     arrive_late(monkeypatch)
-    with engine("tiny", max_model_len=144, num_pages=1 + 16, cpu_offload_ratio=8, enforce_eager=True) as llm:
+    with engine("tiny", max_model_len=112, num_pages=1 + 12, cpu_offload_ratio=8, enforce_eager=True) as llm:
         assert tokens(llm, batch, params) == expected
         assert llm.engine.scheduler.preemptions >= 1
         assert offloaded(llm).hits > 0
@@ -156,12 +156,12 @@ def test_an_aborted_request_leaves_its_pages_locked(monkeypatch: pytest.MonkeyPa
 def test_aborts_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that stay have the bytes that they have alone, while others are aborted."""
     arrive_late(monkeypatch, polls=4)
-    rng, batch, params = random.Random(3), shared_prompts(40), mixed_params(40, max_tokens=3)
+    rng, batch, params = random.Random(3), shared_prompts(20), mixed_params(20, max_tokens=3)
     with engine("tiny-hybrid", enforce_eager=True) as llm:
         expected = tokens(llm, batch, params)
     with engine("tiny-hybrid", **HOST, enforce_eager=True) as llm:
         answers: dict[str, list[int]] = {}
-        todo, leaving = list(range(40)), {i for i in range(40) if rng.random() < 0.4}
+        todo, leaving = list(range(20)), {i for i in range(20) if rng.random() < 0.4}
         while todo or llm.engine.has_work():
             if todo and rng.random() < 0.5:
                 i = todo.pop(0)
@@ -172,7 +172,7 @@ def test_aborts_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
                 llm.engine.abort(str(i))
                 leaving.discard(i)
                 answers[str(i)] = expected[i]
-        assert [answers[str(i)] for i in range(40)] == expected
+        assert [answers[str(i)] for i in range(20)] == expected
         assert offloaded(llm).requests > 5
         llm.engine.check_integrity()
 

@@ -46,7 +46,7 @@ def test_same_bytes(
 ) -> None:
     draw_drafts(monkeypatch, between)
     checkpoints = checkpoints_of(method)
-    expected = plain(checkpoints[0])[:COUNT]
+    expected = plain(checkpoints[0], COUNT)
     with sharing(method, checkpoints, **flags) as llm:
         assert llm.engine.runner.shared == (1, 2, 3)
         assert tokens(llm, PROMPTS[:COUNT], PARAMS[:COUNT]) == expected

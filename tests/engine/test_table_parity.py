@@ -1,4 +1,4 @@
-"""32 greedy tokens of the table's rows, Llama 4 and MiniCPM3 equal transformers', with n-gram drafts and without."""
+"""16 greedy tokens of the table's rows, Llama 4 and MiniCPM3 equal transformers', with n-gram drafts and without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.table_cases import CASES, family_of, fields_of
 from unisono.types import SamplingParams, SpeculativeConfig
 from unisono.types.lora import LoRARequest
 
-GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = [[7, 50, 91, 7, 50, 91, 7, 50] * 9, [3, 141, 59, 26]]
 """The first one is beyond the original length (64) of the rope types with one, and repeats, so that drafts exist."""
 NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=3)

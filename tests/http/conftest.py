@@ -41,7 +41,7 @@ class Server:
                 command = [sys.executable, "-m", *arguments]
                 self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=file, stdout=subprocess.DEVNULL)
             else:
-                self.process = FORKS.run(*arguments, log=file.fileno(), environment=env)
+                self.process = FORKS.python("-m", *arguments, log=file.fileno(), environment=env)
 
     def wait_ready(self, limit: float = 120) -> Server:
         end = time.monotonic() + limit

@@ -266,7 +266,7 @@ PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n == "Gemma 4" else n for n in PAIRS])
 def test_two_ranks_write_the_text_of_one_about_pictures(name: str, tmp_path: Path) -> None:
     """The second time after cached prefixes, the third time with drafts."""
     make, fields = PAIRS[name]
