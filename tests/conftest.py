@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forks import Forks
+from tests.forks import PROGRAMS
 from tests.nightly import left_to_night
 from tests.tiers import PAIRWISE, ROOT, in_unit_tier, pairwise
 
@@ -61,7 +61,7 @@ def forked_ranks() -> None:
     from unisono.distributed.processes import RankProcess
 
     if not torch.cuda.is_available():
-        RankProcess.start = staticmethod(Forks("unisono.engine.worker.rank").call)
+        RankProcess.start = staticmethod(PROGRAMS.call)
 
 
 def pytest_collection_finish() -> None:

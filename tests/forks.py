@@ -40,15 +40,21 @@ class Fork:
         """told: a pipe that carries the process id, and then the exit status."""
         self._told = told
         self.returncode: int | None = None
-        (self.pid,) = _NUMBER.unpack(os.read(told, _NUMBER.size))
+        self.pid = self._read()
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not select.select([self._told], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            (self.returncode,) = _NUMBER.unpack(os.read(self._told, _NUMBER.size))
+            self.returncode = self._read()
             os.close(self._told)
         return self.returncode
+
+    def _read(self) -> int:
+        number = os.read(self._told, _NUMBER.size)
+        if not number:
+            raise RuntimeError("the process that forks has ended")
+        return int(_NUMBER.unpack(number)[0])
 
     def poll(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -69,18 +75,19 @@ class Fork:
 class Forks:
     """Starts forks of one process, which starts with the first of them.
 
-    imports: modules, or ``module:function`` to call one.
+    imports: modules, or ``module:function`` to call one. channel: to a process that runs.
     """
 
-    def __init__(self, *imports: str) -> None:
+    def __init__(self, *imports: str, channel: socket.socket | None = None) -> None:
         self._imports = imports
         self._lock = threading.Lock()
-        self._channel: socket.socket | None = None
+        self._channel = channel
 
-    def call(self, module: str, *descriptors: int) -> Fork:
-        """``module.main(*descriptors)`` in this process's environment and with its output."""
+    def call(self, module: str, *descriptors: int, environment: Mapping[str, str] | None = None) -> Fork:
+        """``module.main(*descriptors)``, as :func:`unisono.sandbox.interpreter.interpreter` does it."""
         with open(os.devnull) as nothing:
-            return self._start("call", [module], ROOT, os.environ, [nothing.fileno(), 1, 2, *descriptors])
+            files = [nothing.fileno(), 1, 2, *descriptors]
+            return self._start("call", [module], Path.cwd(), environment or os.environ, files)
 
     def python(self, *arguments: str, log: int, environment: Mapping[str, str]) -> Fork:
         """``python arguments`` in the root of the repository; its messages go to the descriptor ``log``."""
@@ -129,26 +136,30 @@ class Forks:
         return Fork(told)
 
     def _begin(self) -> socket.socket:
+        """Start the process; it is no child of this one, whose children some tests count and kill."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.forks", str(theirs.fileno()), *self._imports],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+            command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), *self._imports]
+            subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], check=True)
         return ours
 
 
-PROGRAMS = Forks("unisono.entrypoints.llm", "unisono.engine.engine", "unisono.cli.main")
-"""For programs that run a model."""
+PROGRAMS = Forks("unisono.entrypoints.llm", "unisono.engine.worker.rank", "unisono.cli.main")
+"""For programs that run a model, and ranks."""
+SERVERS = Forks("unisono.cli.main", "tests.http.fake_engine", "unisono.http.server:import_without_torch")
+"""For servers, and templates of sandboxed processes: no torch."""
 
 
 # ---- in the process that forks ----------------------------------------------------------------------
 
 
 def serve(descriptor: int, imports: Sequence[str]) -> None:
-    """Fork for each message, and tell how each fork ended, until the other end closes."""
+    """Fork for each message, and tell how each fork ended, until the other end closes.
+
+    Forks inherit a channel of their own, by which they have templates forked, too.
+    """
+    from unisono.sandbox.forks import Template
+
     gc.disable()
     for name in imports:
         module, _, function = name.partition(":")
@@ -164,27 +175,31 @@ def serve(descriptor: int, imports: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.set_wakeup_fd(wake)
     tell: dict[int, int] = {}
-    with socket.socket(fileno=descriptor) as channel:
+    inner, of_forks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with socket.socket(fileno=descriptor) as outer:
         while True:
-            ready = select.select([channel, ended], [], [])[0]
+            ready = select.select([outer, inner, ended], [], [])[0]
             if ended in ready:
                 os.read(ended, 4096)
                 _reap(tell)
-            if channel in ready:
+            for channel in (each for each in (outer, inner) if each in ready):
                 message, given, *_ = socket.recv_fds(channel, MOST, 8)
                 if not message:
                     return
                 pid = os.fork()
                 if not pid:
                     signal.set_wakeup_fd(-1)
-                    for each in (ended, wake, given[0], *tell.values()):
-                        os.close(each)
-                    channel.close()
+                    for number in (ended, wake, given[0], *tell.values()):
+                        os.close(number)
+                    outer.close()
+                    inner.close()
+                    Template.start = staticmethod(Forks(channel=of_forks).call)
                     _exit(lambda: _work(pickle.loads(message), given[1:]))  # noqa: B023
                 tell[pid] = given[0]
-                os.write(given[0], _NUMBER.pack(pid))
-                for each in given[1:]:
-                    os.close(each)
+                with suppress(BrokenPipeError):
+                    os.write(given[0], _NUMBER.pack(pid))
+                for number in given[1:]:
+                    os.close(number)
 
 
 def _reap(tell: dict[int, int]) -> None:
@@ -252,4 +267,6 @@ def _exit(work: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
     serve(int(sys.argv[1]), sys.argv[2:])

@@ -10,7 +10,8 @@ import pytest
 
 from tests.engine.helpers import lazy_engine, tokens
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS
-from tests.models.make import FAMILIES, make_checkpoint
+from tests.models.fields import FAMILIES
+from tests.models.make import make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ import pytest
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import lazy_engine, tokens
 from tests.engine.matrix import config_of
-from tests.models.make import FAMILIES, make_checkpoint
+from tests.models.fields import FAMILIES
+from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter, merged
 from tests.models.table_cases import CASES, family_of, fields_of
 from unisono.config.decoder_table import ROWS

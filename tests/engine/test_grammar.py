@@ -22,7 +22,8 @@ from tests.drafters.ledger import acceptance
 from tests.engine.helpers import counted, draw_drafts, engine, note_launches, tokens
 from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
 from tests.engine.structured import CHUNKS, FORMS, METHODS, PARAMS, PROMPTS, QUICK, WAYS, Said, drafting, said
-from tests.models.make import END, make_tokenizer
+from tests.models.fields import END
+from tests.models.make import make_tokenizer
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.graphs.graph_set import GraphSet

@@ -84,7 +84,10 @@ def drafting(method: str, k: int) -> dict[str, Any]:
 
 
 SCARCE = "chunks of 23, scarce pages"
-WAYS: dict[str, dict[str, Any]] = {"batched": {}, SCARCE: {"max_num_batched_tokens": 23, "num_pages": 15}}
+WAYS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    SCARCE: {"max_num_batched_tokens": 23, "max_model_len": 144, "num_pages": 14},
+}
 QUICK = (("none", 0, SCARCE), ("mtp", 3, SCARCE), ("ngram", 3, "batched"))
 MATRIX = [
     pytest.param(method, k, way, marks=() if (method, k, way) in QUICK else pytest.mark.full)

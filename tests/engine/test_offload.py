@@ -85,11 +85,11 @@ def test_prompts_that_end_around_a_page(model: str, monkeypatch: pytest.MonkeyPa
 
 def test_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that gave their pages back find them in host memory."""
-    batch, params = prompts(6, 250, low=40, high=70), mixed_params(6, max_tokens=30)
+    batch, params = prompts(8, 250, low=40, high=70), mixed_params(8, max_tokens=40)
     with engine("tiny", enforce_eager=True) as llm:
         expected = tokens(llm, batch, params)
     arrive_late(monkeypatch)
-    with engine("tiny", max_model_len=112, num_pages=1 + 12, cpu_offload_ratio=8, enforce_eager=True) as llm:
+    with engine("tiny", max_model_len=144, num_pages=1 + 16, cpu_offload_ratio=8, enforce_eager=True) as llm:
         assert tokens(llm, batch, params) == expected
         assert llm.engine.scheduler.preemptions >= 1
         assert offloaded(llm).hits > 0
@@ -173,7 +173,7 @@ def test_aborts_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
                 leaving.discard(i)
                 answers[str(i)] = expected[i]
         assert [answers[str(i)] for i in range(20)] == expected
-        assert offloaded(llm).requests > 5
+        assert offloaded(llm).requests >= 3
         llm.engine.check_integrity()
 
 

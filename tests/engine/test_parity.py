@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.helpers import lazy_engine, prompts, tokens
+from tests.models.fields import FAMILIES
 from tests.models.hybrids import reference as of_transformers
-from tests.models.make import FAMILIES
 from unisono.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -19,14 +19,12 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from tests.forks import Fork, Forks
+from tests.forks import SERVERS, Fork
 from tests.http import tokenizers_
 
 ROOT = Path(__file__).parents[2]
 TLS = httpx.create_ssl_context()
 """Shared: a client takes 0.05 s to read the certificates of its own."""
-FORKS = Forks("unisono.cli.main", "tests.http.fake_engine", "unisono.http.server:import_without_torch")
-"""What a server imports before it reads its flags; no torch."""
 
 
 class Server:
@@ -41,7 +39,7 @@ class Server:
                 command = [sys.executable, "-m", *arguments]
                 self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=file, stdout=subprocess.DEVNULL)
             else:
-                self.process = FORKS.python("-m", *arguments, log=file.fileno(), environment=env)
+                self.process = SERVERS.python("-m", *arguments, log=file.fileno(), environment=env)
 
     def wait_ready(self, limit: float = 120) -> Server:
         end = time.monotonic() + limit

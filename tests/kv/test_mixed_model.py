@@ -267,4 +267,4 @@ def test_all_kinds_of_state_wait_in_host_memory(mixed: Path, monkeypatch: pytest
 def test_a_draft_model_with_a_recurrence_is_refused(mixed: Path) -> None:
     spec = SpeculativeConfig("standalone", model=str(mixed), num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="recurrent layers"):
-        engine(mixed, **FLAGS, speculative=spec)
+        lazy_engine(mixed, **FLAGS, speculative=spec)

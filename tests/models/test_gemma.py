@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.engine.helpers import lazy_engine, prompts, tokens
+from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference, renamed
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
+from tests.models.make import make_checkpoint
 from unisono.entrypoints.llm import LLM
 from unisono.layers.activations import InputFormat
 from unisono.models.families.gemma4 import key_heads

@@ -23,8 +23,8 @@ from tests.engine.gemma_pictures import (
 )
 from tests.engine.helpers import engine
 from tests.engine.pictures import IMAGE, TEXT, VIDEO, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
+from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from tests.models.hybrids import reference, renamed
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from tests.models.towers import compare_embeddings
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.build import no_attention

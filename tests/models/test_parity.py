@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
+from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED
 from tests.models.harness import Session, chunked, load, rounds, together, whole
 from tests.models.hybrids import reference
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
+from tests.models.make import make_checkpoint
 
 CASES = {
     "llama-llama3-rope": ("llama", {}),

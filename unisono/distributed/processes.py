@@ -1,9 +1,8 @@
 """Processes of the other ranks: rank 0 starts them, sends them its commands, and notices when one dies or hangs.
 
-A rank is ``python -c``, so that a program which uses the engine needs no guard around its main part. It inherits a
-socket (commands in order, one message each, sent without waiting) and the descriptor of shared memory (progress
-counters of each rank, and on a CPU the gathers). A second socket, for bytes of pages, comes with its first message. It
-ends when rank 0 does, in any state.
+A rank inherits a socket (commands in order, one message each, sent without waiting) and the descriptor of shared memory
+(progress counters of each rank, and on a CPU the gathers). A second socket, for bytes of pages, comes with its first
+message. It ends when rank 0 does, in any state.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.distributed.gather import Ranks
 from unisono.distributed.group import RankError, first_error
 from unisono.distributed.shared_memory import SharedMemory, make_memory
 from unisono.sandbox.channel import ForkChannel, pair
 from unisono.sandbox.channel import Gone as Gone
+from unisono.sandbox.interpreter import Process, interpreter
 from unisono.types import EngineDead
 
 logger = logging.getLogger(__name__)
@@ -49,31 +49,6 @@ work will never be done.
 
 CLOSING = 10.0
 """Seconds that ranks get to free everything before they are killed."""
-
-_CODE = (
-    "import gc, sys; sys.path.insert(0, sys.argv[1]); from importlib import import_module as i; "
-    "gc.disable(); module = i(sys.argv[2]); gc.enable(); module.main(*map(int, sys.argv[3:]))"
-)
-"""Imports without the garbage collector, in which torch takes 0.3 s less: what they make stays."""
-
-
-class Process(Protocol):
-    """What is called of a ``subprocess.Popen``."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-
-
-def interpreter(module: str, *descriptors: int) -> Process:
-    """Start ``module.main(*descriptors)`` in a new interpreter, which inherits the descriptors."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _CODE, str(Path(__file__).parents[2]), module, *map(str, descriptors)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-    )
 
 
 class RankProcess:
