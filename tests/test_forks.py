@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from tests.forks import Forks
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    yield Forks("json")
+def forks() -> Forks:
+    return Forks("json")
 
 
 def test_output_arguments_and_environment(forks: Forks, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ LAYERS = (2, 1, 4)
 
 
 def engine(path: Path, **flags: Any) -> LLM:
-    return helpers.engine(path, dtype="float32", **flags)
+    return helpers.lazy_engine(path, dtype="float32", **flags)
 
 
 class Target:
