@@ -104,7 +104,7 @@ def test_chunks_prefix_hits_and_preemption_change_neither(qwen3: Path, plain: li
 
 def test_the_bundled_model_repeats_itself() -> None:
     """A loop, code and a sum: text whose next tokens stand in it already more often than not."""
-    flags: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 256}
+    flags: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 256, "graph_capture": "lazy"}
     params = SamplingParams(temperature=0, max_tokens=64)
     with LLM("tiny", **flags) as llm:
         batch = [llm.tokenizer.encode(ZEROS), llm.tokenizer.encode(CODE)]

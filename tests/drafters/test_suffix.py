@@ -101,7 +101,9 @@ def test_the_bundled_model_learns_from_other_answers() -> None:
     params = SamplingParams(temperature=0, max_tokens=64)
     lengths = []
     for size in (0, 4096):
-        with LLM("tiny", max_num_seqs=1, max_model_len=256, speculative=suffix(shared_tokens=size)) as llm:
+        with LLM(
+            "tiny", graph_capture="lazy", max_num_seqs=1, max_model_len=256, speculative=suffix(shared_tokens=size)
+        ) as llm:
             for question in QUESTIONS:
                 c = llm.engine.counters
                 rounds, accepted = c.draft_rounds, c.accepted_tokens

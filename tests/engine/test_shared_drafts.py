@@ -73,7 +73,12 @@ def test_beside_structured_outputs_and_logprobs(checkpoints_of: Any, monkeypatch
     draw_drafts(monkeypatch, between)
     answers = []
     for shared in (False, True):
-        with LLM("tiny", speculative=SpeculativeConfig("ngram", None, 5, share_drafts=shared), max_num_seqs=4) as llm:
+        with LLM(
+            "tiny",
+            speculative=SpeculativeConfig("ngram", None, 5, share_drafts=shared),
+            max_num_seqs=4,
+            graph_capture="lazy",
+        ) as llm:
             outputs = llm.generate(["1 2 3 1 2 3 1 2"] * len(kinds), kinds, use_tqdm=False)
             answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
             assert bool(llm.engine.runner.shared) is shared
