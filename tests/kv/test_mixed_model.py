@@ -27,7 +27,7 @@ from unisono.types import ConfigError, EngineRequest, SamplingParams, Speculativ
 PROMPTS = [p if i % 2 else p[: 3 + i] * 8 for i, p in enumerate(prompts(8, VOCAB, low=3, high=70, seed=8))]
 PARAMS = mixed_params(8, max_tokens=24)
 FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "dtype": "float32"}
-SCARCE = {"num_pages": 20}
+SCARCE = {"max_model_len": 128, "num_pages": 13}
 
 
 @pytest.fixture(scope="module", autouse=True)
