@@ -39,15 +39,19 @@ class Fork:
     def __init__(self, told: int) -> None:
         """told: a pipe that carries the process id, and then the exit status."""
         self._told = told
+        self._lock = threading.Lock()
         self.returncode: int | None = None
         self.pid = self._read()
 
+    def __del__(self) -> None:
+        os.close(self._told)
+
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._told], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            self.returncode = self._read()
-            os.close(self._told)
+        if self.returncode is None and not select.select([self._told], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        with self._lock:  # other threads may wait, too
+            if self.returncode is None:
+                self.returncode = self._read()
         return self.returncode
 
     def _read(self) -> int:
@@ -136,7 +140,7 @@ class Forks:
         return Fork(told)
 
     def _begin(self) -> socket.socket:
-        """Start the process; it is no child of this one, whose children some tests count and kill."""
+        """Start the process. It is no child of this one, whose children some tests count and kill."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), *self._imports]
@@ -242,28 +246,29 @@ def _work(message: tuple[str, list[str], str, dict[str, str]], given: list[int])
 
 def _exit(work: Callable[[], object]) -> None:
     """Call ``work`` and end this process as an interpreter ends."""
-    code: Any = 0
+    code, interrupted = 1, False
     try:
         try:
             work()
+            code = 0
         except SystemExit as error:
-            code = error.code
+            if isinstance(error.code, int | None):
+                code = error.code or 0
+            else:
+                print(error.code, file=sys.stderr)
+        except KeyboardInterrupt:
+            interrupted = True
+        except BaseException:
+            traceback.print_exc()
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()  # type: ignore[attr-defined]
-        if not isinstance(code, int | None):
-            print(code, file=sys.stderr)
-            code = 1
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
     finally:
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code or 0)
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def test_exits(forks: Forks) -> None:
         assert forks.finished("-c", code).returncode == status
     assert "ZeroDivisionError" in forks.finished("-c", "1/0").stderr
     assert forks.finished("-c", "import sys; sys.exit('why')").stderr == "why\n"
+    interrupted = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+    assert forks.finished("-c", interrupted).returncode == -signal.SIGINT
     with pytest.raises(subprocess.TimeoutExpired):
         forks.finished("-c", "import time; time.sleep(60)", timeout=0.1)
 
