@@ -26,7 +26,9 @@ STATE = Kept(
 KEPT: dict[str, Kept] = {
     # ---- engines and drafters ------------------------------------------------------------------------
     "engine/test_adaptive.py::test_same_bytes_with_random_draft_lengths": Kept(
-        ("eagle3", "ngram", "standalone"), "eagle3: mtp catches up and pauses by the same code (drafters/hidden.py)"
+        ("ngram", "standalone"),
+        "test_hidden_states.py::test_drafted and test_mixed_chunk.py have eagle3 with random lengths, chunks and hits; "
+        "mtp catches up and pauses by the same code (drafters/hidden.py)",
     ),
     "engine/test_adaptive.py::test_resumed_drafter_drafts_as_if_never_paused": Kept(
         ("eagle3", "standalone"), "eagle3: eagle and mtp share drafters/hidden.py; standalone has pages of its own"
@@ -164,6 +166,10 @@ KEPT: dict[str, Kept] = {
         "as above",
     ),
     # ---- models --------------------------------------------------------------------------------------
+    "models/test_gemma_vision.py::test_gemma4_videos_are_transformers": Kept(
+        ("both ways in windows-21", "causal*-21", "experts*-128", "12B-128"),
+        "test_gemma4_logits_and_text_are_transformers cuts the pictures of every kind at both lengths",
+    ),
     "models/test_gemma.py::test_greedy_tokens_equal_transformers": Kept(
         ("gemma4-layer-inputs", "gemma4-experts"),
         "engine/test_parity.py has gemma3_text and gemma4_text: batched, alone in chunks, after prefix hits; layers "
