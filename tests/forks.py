@@ -30,6 +30,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 MOST = 1 << 17
 """Bytes of a message: arguments and an environment."""
+GPU = Path("/proc/driver/nvidia").exists()
+"""CUDA, once initialised, is of no use to forks: with a GPU every program is a new interpreter."""
 _NUMBER = struct.Struct("i")
 
 
@@ -76,6 +78,9 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+Process = Fork | subprocess.Popen[bytes]
+
+
 class Forks:
     """Starts forks of one process, which starts with the first of them.
 
@@ -87,13 +92,13 @@ class Forks:
         self._lock = threading.Lock()
         self._channel = channel
 
-    def call(self, module: str, *descriptors: int, environment: Mapping[str, str] | None = None) -> Fork:
+    def call(self, module: str, *descriptors: int, environment: Mapping[str, str] | None = None) -> Process:
         """``module.main(*descriptors)``, as :func:`unisono.sandbox.interpreter.interpreter` does it."""
         with open(os.devnull) as nothing:
             files = [nothing.fileno(), 1, 2, *descriptors]
             return self._start("call", [module], Path.cwd(), environment or os.environ, files)
 
-    def python(self, *arguments: str, log: int, environment: Mapping[str, str]) -> Fork:
+    def python(self, *arguments: str, log: int, environment: Mapping[str, str]) -> Process:
         """``python arguments`` in the root of the repository; its messages go to the descriptor ``log``."""
         with open(os.devnull, "r+") as nothing:
             files = [nothing.fileno(), nothing.fileno(), log]
@@ -128,7 +133,11 @@ class Forks:
 
     def _start(
         self, kind: str, arguments: list[str], at: Path, environment: Mapping[str, str], descriptors: list[int]
-    ) -> Fork:
+    ) -> Process:
+        if GPU and kind == "python":
+            given, out, log = descriptors
+            command = [sys.executable, *arguments]
+            return subprocess.Popen(command, cwd=at, env=dict(environment), stdin=given, stdout=out, stderr=log)
         told, tell = os.pipe()
         try:
             with self._lock:

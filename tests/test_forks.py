@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import Forks
+from tests.forks import GPU, Forks
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def test_exits(forks: Forks) -> None:
         forks.finished("-c", "import time; time.sleep(60)", timeout=0.1)
 
 
+@pytest.mark.skipif(GPU, reason="programs are new interpreters")
 def test_forks_are_no_children_of_this_process(forks: Forks) -> None:
     """Some tests count and kill the children of theirs."""
     said = forks.finished("-c", "import os; print(os.getppid())").stdout

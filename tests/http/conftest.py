@@ -19,7 +19,7 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from tests.forks import SERVERS, Fork
+from tests.forks import SERVERS, Process
 from tests.http import tokenizers_
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ class Server:
     def __init__(self, arguments: list[str], log: Path, temp: Path, fresh: bool = False, **environment: str) -> None:
         self.log, self.temp = log, temp
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp), **environment}
-        self.process: subprocess.Popen[bytes] | Fork
+        self.process: Process
         with log.open("w") as file:
             if fresh:
                 command = [sys.executable, "-m", *arguments]
