@@ -8,6 +8,8 @@
 VENV ?= .venv
 # One more than CI has cores: tests of servers wait a third of their time.
 WORKERS ?= 3
+# Each worker runs a third of the modules in their order, so that it makes their fixtures once, and then helps others.
+DIST ?= --dist worksteal
 # Retry only tests that failed by a timeout, once. The summary names them.
 RETRY := --reruns 1 -rR --only-rerun "TimeoutError|TimeoutExpired|ReadTimeout|ConnectTimeout|it did not happen|did not start"
 BIN := $(VENV)/bin
@@ -22,13 +24,13 @@ serve: $(VENV)/.ready
 	exec env -u OMP_NUM_THREADS $(BIN)/unisono serve
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS) -m "unit and not full" --durations=10 $(RETRY) $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(DIST) -m "unit and not full" --durations=10 $(RETRY) $(TESTS)
 
 test: $(VENV)/.ready $(VENV)/oldest-triton lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not full" --durations=25 $(RETRY) $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(DIST) -m "not full" --durations=25 $(RETRY) $(TESTS)
 
 test-all: $(VENV)/.ready $(VENV)/oldest-triton lint
-	$(BIN)/python -m pytest -n $(WORKERS) --durations=25 $(RETRY) $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(DIST) --durations=25 $(RETRY) $(TESTS)
 
 same: $(VENV)/.ready
 	$(BIN)/python scripts/same.py $(or $(BASE),main)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forks import PROGRAMS
 from tests.nightly import left_to_night
 from tests.tiers import PAIRWISE, ROOT, in_unit_tier, pairwise
 
@@ -52,6 +53,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collectstart() -> None:
     """What collection imports and makes stays, so Python looks for garbage in vain."""
     gc.disable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> None:
+    """Ranks are forks of a process that has the imports of a rank; with a GPU each initialises CUDA by itself."""
+    from unisono.distributed.processes import RankProcess
+
+    if not torch.cuda.is_available():
+        RankProcess.start = staticmethod(PROGRAMS.call)
 
 
 def pytest_collection_finish() -> None:

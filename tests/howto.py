@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
+
+from tests.forks import PROGRAMS
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,6 +51,7 @@ def run(page: str, directory: Path, *more: str) -> str:
     command = blocks(page, "sh")[-1]
     paths = [str(directory), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    words = [*command.replace("python ", f"{sys.executable} ", 1).split(), *more]
-    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
+    program, *words = command.split()
+    assert program == "python"
+    done = PROGRAMS.finished(*words, *more, at=directory, environment=environment)
     return done.stdout + done.stderr

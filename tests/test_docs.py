@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.forks import PROGRAMS, SERVERS
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
 README = (ROOT / "README.md").read_text()
@@ -66,9 +68,12 @@ ENDS = r" (serve|train-draft) "
     + [pytest.param(c, marks=pytest.mark.full) for c in LONG if not re.search(ENDS, c)],
 )
 def test_commands(command: str) -> None:
-    program, _, rest = command.partition(" ")
-    command = f"{UNISONO if program.endswith('unisono') else sys.executable} {rest}"
-    assert shell(command, input="Hello\n").strip()
+    program, *words = shlex.split(command)
+    if program.endswith("unisono"):
+        words[:0] = ["-m", "unisono"]
+    done = PROGRAMS.finished(*words, text="Hello\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 def test_flags_of_servers_exist() -> None:
@@ -97,7 +102,7 @@ PYTHON = [
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=lambda v: v if v.endswith(".md") else "code")
 def test_python(page: str, code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = PROGRAMS.finished("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -174,10 +179,11 @@ def test_serve_and_curl(page: str, flags: list[str], says: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = subprocess.Popen([*UNISONO.split(), "serve", *flags, "--port", str(port)], cwd=ROOT)
+    command = ["-m", "unisono", "serve", *flags, "--port", str(port)]
+    server = SERVERS.python(*command, log=2, environment=os.environ)
     try:
-        for _ in range(1200):
-            time.sleep(0.25)
+        for _ in range(3000):
+            time.sleep(0.1)
             assert server.poll() is None, "the server ended"
             try:
                 urllib.request.urlopen(f"http://localhost:{port}/health", timeout=1)
@@ -189,7 +195,7 @@ def test_serve_and_curl(page: str, flags: list[str], says: str) -> None:
         assert says in answer["choices"][0]["message"]["content"]
         for code in (code for code in blocks(text, "python") if "openai" in code):
             code = code.replace(":8000", f":{port}")
-            done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+            done = PROGRAMS.finished("-c", code)
             assert "#### 8" in done.stdout, done.stderr
         server.terminate()
         assert server.wait(60) == 0

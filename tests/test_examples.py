@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.forks import PROGRAMS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -49,8 +49,8 @@ def test_example(script: str, tmp_path: Path) -> None:
         install(package, tmp_path)
         paths.append(str(package))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / script), *ARGUMENTS.get(script, ())]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    command = [str(EXAMPLES / script), *ARGUMENTS.get(script, ())]
+    done = PROGRAMS.finished(*command, at=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     assert re.search(PRINTS[script], done.stdout, re.MULTILINE), done.stdout
     if script == "lora.py":

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.config.configs import GRANITE, LLAMA_31_8B, PUBLISHED, of_class, write
-from tests.models.make import FAMILIES, HYBRIDS, SEEING
+from tests.models.fields import FAMILIES, HYBRIDS, SEEING
 from unisono.cli.main import app
 from unisono.config import catalog
 from unisono.config.preflight.families import ARCHITECTURES

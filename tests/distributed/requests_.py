@@ -45,7 +45,7 @@ def made(
     prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(3, longest))] for _ in range(count)]
     prompts = [p[: 2 + i % 4] * 5 if i % 2 else p for i, p in enumerate(prompts)]
     prompts = [shared + p[:4] if i % 5 == 4 else p for i, p in enumerate(prompts)]
-    params = [SamplingParams(seed=i, max_tokens=16 + i % 9, **kinds[i % len(kinds)]) for i in range(count)]
+    params = [SamplingParams(seed=i, max_tokens=12 + i % 9, **kinds[i % len(kinds)]) for i in range(count)]
     return prompts, params
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.forks import SERVERS
+
 FLAGS = ["--max-num-seqs", "2", "--max-model-len", "2000", "--enforce-eager", "--port", "0", "--device", "cpu"]
 PLAIN = ["--speculative-method", "none"]
 """Which start sooner."""
@@ -22,8 +23,9 @@ class Served:
     """A server in a process of its own."""
 
     def __init__(self, log: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "unisono", "serve", "tiny", *FLAGS, *flags]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=log.open("w"))
+        command = ["-m", "unisono", "serve", "tiny", *FLAGS, *flags]
+        with log.open("w") as file:
+            self.process = SERVERS.python(*command, log=file.fileno(), environment=os.environ)
         end = time.monotonic() + 180
         while "Serving" not in log.read_text() or "/v1" not in log.read_text():
             assert self.process.poll() is None, log.read_text()

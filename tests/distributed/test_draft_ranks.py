@@ -36,7 +36,7 @@ def test_same_drafts(setup: str, ranks: int, count: int, tmp_path: Path, monkeyp
     for number in (1, ranks):
         draw_drafts(monkeypatch)
         spec = replace(given, draft_tensor_parallel_size=number)
-        found.append(run(target, number, count, speculative=spec, **flags))
+        found.append(run(target, number, count, captures=1, speculative=spec, **flags))
     alone, together = found
     print(f"{setup}, {ranks} ranks: {differing(alone, together)} of {2 * count} differ", flush=True)
     assert differing(alone, together) == 0

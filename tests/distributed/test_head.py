@@ -96,7 +96,7 @@ def test_without_filters_no_gather_is_as_wide_as_the_vocabulary(
     """Rounds, their drafts, the draft after them, and prompts; penalties and biases are in each part."""
     tree = {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1)]"} if drafting == "tree" else {}
     given = spec("none") if drafting == "none" else sharing(target, **tree)
-    gathers = both(monkeypatch, target, UNFILTERED, 8, speculative=given, **SCARCE)
+    gathers = both(monkeypatch, target, UNFILTERED, 6, captures=1, speculative=given, **SCARCE)
     drafts = 0 if drafting == "none" else K
     assert not gathers.of("round", whole=True)
     assert not gathers.of("extend", whole=True)

@@ -184,8 +184,8 @@ def test_comparison_fails_for_shifted_context(target: Target, tmp_path: Path, mo
 
 @pytest.mark.parametrize(("head", "k"), of_every_head((1, 5)), indirect=["head"])
 def test_text_equals_the_targets_own(target: Target, head: Block, k: int, plain_texts: Any) -> None:
-    batch, params = prompts(10, 250, seed=8), mixed_params(10)
-    expected = plain_texts(10, 8, 24)
+    batch, params = prompts(6, 250, seed=8), mixed_params(6)
+    expected = plain_texts(6, 8, 24)
     with engine(target.path, speculative=spec(head, k)) as llm:
         assert tokens(llm, batch, params) == expected
         assert tokens(llm, batch, params) == expected
@@ -203,7 +203,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def test_other_targets(target: Target, tmp_path: Path, way: str) -> None:
     """The text with the head is the text without it, and the head's drafts follow from the same states."""
     head, (flags, options) = make_dspark(tmp_path, target.config), WAYS[way]
-    batch, params = prompts(6, 250, seed=8), mixed_params(6)
+    batch, params = prompts(4, 250, seed=8), mixed_params(4)
     with engine(target.path, **flags) as llm:
         expected = tokens(llm, batch, params)
     with engine(target.path, speculative=spec(head, **options), **flags) as llm:
@@ -217,7 +217,7 @@ def test_hybrids(make: Make, tmp_path: Path) -> None:
     """A target with recurrent layers: rounds replay its state, contexts need nothing of it."""
     path = catalog.bundled_path("tiny-hybrid")
     head = make(tmp_path, Checkpoint.open(path).config)
-    batch, params = prompts(5, 250, seed=4), mixed_params(5)
+    batch, params = prompts(4, 250, seed=4), mixed_params(4, max_tokens=14)
     with engine(path) as llm:
         expected = tokens(llm, batch, params)
     with engine(path, speculative=spec(head, 4), max_num_batched_tokens=48) as llm:

@@ -35,7 +35,7 @@ def test_every_bundled_model_is_looked_at() -> None:
 def test_bundled_models_speculate_by_default(model: str) -> None:
     method, why = METHODS[model]
     asked = SamplingParams(temperature=0, max_tokens=24)
-    with LLM(model, **SMALL) as llm:
+    with LLM(model, graph_capture="lazy", **SMALL) as llm:
         info = llm.engine.info()
         (row,) = (row for row in info["decisions"] if row["name"] == "speculative")
         assert info["speculation"]["drafter"] == method

@@ -9,7 +9,7 @@ import pytest
 
 from tests.drafters.make_blocks import make_dflash
 from tests.drafters.make_heads import make_eagle3
-from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from tests.engine.helpers import lazy_engine, mixed_params, prompts, tokens
 from tests.engine.matrix import config_of
 from tests.models.hybrid_mtp import with_module
 from tests.models.make import make_checkpoint
@@ -70,9 +70,9 @@ def test_long_ngram_match_replaces_model_drafts(
         SamplingParams(temperature=i % 2, seed=i, max_tokens=24, ignore_eos=True, allowed_token_ids=allowed)
         for i, allowed in enumerate(few)
     ]
-    with engine(target) as llm:
+    with lazy_engine(target) as llm:
         expected = tokens(llm, batch, params)
-    with engine(target, speculative=spec, enforce_eager=True) as llm:
+    with lazy_engine(target, speculative=spec, enforce_eager=True) as llm:
         assert llm.engine.worker.drafter.model.name == method
         seen = proposed(llm)
         assert tokens(llm, batch, params) == expected
@@ -95,9 +95,9 @@ def test_combined_drafter_is_pausable_if_its_model_is(checkpoints: dict[str, Pat
     ]
     assert pauses == [True, False]
     spec, batch, params = SpeculativeConfig("combined", str(eagle), 3), prompts(5, 250, seed=5), mixed_params(5)
-    with engine(checkpoints["mistral"]) as llm:
+    with lazy_engine(checkpoints["mistral"]) as llm:
         expected = tokens(llm, batch, params)
-    with engine(checkpoints["mistral"], speculative=spec, adaptive=True) as llm:
+    with lazy_engine(checkpoints["mistral"], speculative=spec, adaptive=True) as llm:
         assert tokens(llm, batch, params) == expected
         assert tokens(llm, batch, params) == expected
 

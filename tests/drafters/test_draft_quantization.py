@@ -16,7 +16,7 @@ import torch
 
 from tests.drafters.ledger import play
 from tests.drafters.make_heads import make_eagle3
-from tests.engine.helpers import engine, mixed_params, prompts, tokens
+from tests.engine.helpers import lazy_engine, mixed_params, prompts, tokens
 from tests.engine.matrix import DRAFTERS, TREE_DRAFTERS, TREES, config_of
 from tests.models.harness import load
 from tests.models.hybrid_mtp import with_module
@@ -79,11 +79,11 @@ USUAL = ("eagle3", "mtp, tree")
 def test_the_text_is_the_one_without_drafts(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     method, make, tree = CASES[name]
     target, draft = make(checkpoints, tmp_path)
-    with engine(target) as llm:
+    with lazy_engine(target) as llm:
         want = tokens(llm, BATCH, NARROW)
     accepted = {}
     for asked in ("none", "fp8"):
-        with engine(target, speculative=spec(method, draft, tree, draft_quantization=asked)) as llm:
+        with lazy_engine(target, speculative=spec(method, draft, tree, draft_quantization=asked)) as llm:
             assert tokens(llm, BATCH, NARROW) == want
             assert tokens(llm, BATCH, NARROW) == want, "after prefix hits"
             accepted[asked] = llm.engine.counters.accept_length
@@ -104,7 +104,7 @@ def test_fp8_draft_acceptance_is_batch_invariant(name: str, checkpoints: dict[st
     target, draft = make(checkpoints, tmp_path)
     rounds = []
     for flags in ({}, {"max_num_seqs": 2, "max_num_batched_tokens": 21}):
-        with engine(target, speculative=spec(method, draft, draft_quantization="fp8"), **flags) as llm:
+        with lazy_engine(target, speculative=spec(method, draft, draft_quantization="fp8"), **flags) as llm:
             rounds.append([entry.rounds for entry in play(llm, BATCH, NARROW)])
     assert rounds[0] == rounds[1]
     assert max(max(each) for each in rounds[0]) > 1
@@ -159,11 +159,11 @@ def test_a_trained_module_is_accepted_as_before() -> None:
     """Problems in the bundled hybrid's own format."""
     problem = "Tom has 3 boxes of 12 pencils. He gives away 5 pencils. How many are left?"
     params = [SamplingParams(temperature=t, seed=1, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
-    with engine("tiny-hybrid") as llm:
+    with lazy_engine("tiny-hybrid") as llm:
         want = tokens(llm, [problem] * 2, params)
     accepted = {}
     for asked in ("none", "fp8"):
-        with engine("tiny-hybrid", speculative=spec("mtp", None, draft_quantization=asked)) as llm:
+        with lazy_engine("tiny-hybrid", speculative=spec("mtp", None, draft_quantization=asked)) as llm:
             assert tokens(llm, [problem] * 2, params) == want
             accepted[asked] = llm.engine.counters.accept_length
     assert accepted["fp8"] > max(2, 0.9 * accepted["none"])
@@ -172,9 +172,9 @@ def test_a_trained_module_is_accepted_as_before() -> None:
 def test_random_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     target, head = DRAFTERS["eagle"](checkpoints, tmp_path)
     dummy = spec("eagle", head, load_format="dummy", draft_quantization="fp8")
-    with engine(target) as llm:
+    with lazy_engine(target) as llm:
         want = tokens(llm, BATCH, PARAMS)
-    with engine(target, speculative=dummy) as llm:
+    with lazy_engine(target, speculative=dummy) as llm:
         assert tokens(llm, BATCH, PARAMS) == want
         check_modules(llm, "fp8")
 
@@ -182,17 +182,17 @@ def test_random_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
 def test_a_quantised_target(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """With --quantization fp8 the module's layers follow the option, as without."""
     target, _ = TREE_DRAFTERS["mtp"](checkpoints, tmp_path)
-    with engine(target, quantization="fp8") as llm:
+    with lazy_engine(target, quantization="fp8") as llm:
         want = tokens(llm, BATCH, NARROW)
     for asked, format in (("none", PLAIN), ("fp8", ONLINE_FP8)):
-        with engine(target, quantization="fp8", speculative=spec("mtp", None, draft_quantization=asked)) as llm:
+        with lazy_engine(target, quantization="fp8", speculative=spec("mtp", None, draft_quantization=asked)) as llm:
             assert tokens(llm, BATCH, NARROW) == want
             assert {part.format for part in modules_of(llm)[0].modules() if isinstance(part, Linear)} == {format}
 
 
 def test_a_head_of_its_own_is_converted(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     target, head = DRAFTERS["eagle3"](checkpoints, tmp_path)
-    with engine(target, speculative=spec("eagle3", head, draft_quantization="fp8")) as llm:
+    with lazy_engine(target, speculative=spec("eagle3", head, draft_quantization="fp8")) as llm:
         assert modules_of(llm)[0].lm_head.format is ONLINE_FP8
         assert "the LM head is the drafter's own" in decision(llm)[1]
         assert tokens(llm, BATCH[:1], SamplingParams(max_tokens=3))
@@ -253,7 +253,7 @@ def test_auto_looks_at_what_an_eagle3_head_reads(
 
 
 def test_drafter_on_cpu_is_not_quantised_by_default(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    with engine(*DRAFTERS["mtp"](checkpoints, tmp_path)[:1], speculative=spec("mtp", None)) as llm:
+    with lazy_engine(*DRAFTERS["mtp"](checkpoints, tmp_path)[:1], speculative=spec("mtp", None)) as llm:
         assert decision(llm)[0] == "as the checkpoint has them"
 
 
@@ -262,9 +262,9 @@ def test_invalid_draft_quantization_raises(
 ) -> None:
     target, head = DRAFTERS["eagle"](checkpoints, tmp_path)
     with pytest.raises(ConfigError, match=r"draft_quantization='int4' .* choose one of auto, fp8, none"):
-        engine(target, speculative=spec("eagle", head, draft_quantization="int4"))
+        lazy_engine(target, speculative=spec("eagle", head, draft_quantization="int4"))
     with pytest.raises(ConfigError, match="has no option 'draft_quantization'"):
-        engine(target, speculative=spec("ngram", None, draft_quantization="fp8"))
+        lazy_engine(target, speculative=spec("ngram", None, draft_quantization="fp8"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     old = fake()
     old.embed.weight = SimpleNamespace(device=torch.device("cuda"))

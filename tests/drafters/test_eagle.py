@@ -31,7 +31,7 @@ TAG, WRONG = 0, 1  # dimensions that no logit reads
 
 def engine(path: Path, **flags: Any) -> LLM:
     """In float32 on a GPU too: these heads are right by exact arithmetic."""
-    return helpers.engine(path, dtype="float32", **flags)
+    return helpers.lazy_engine(path, dtype="float32", **flags)
 
 
 def spec(method: str, head: Path, k: int, **options: Any) -> SpeculativeConfig:

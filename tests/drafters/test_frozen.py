@@ -27,7 +27,7 @@ from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 def engine(path: Path | str, **flags: Any) -> LLM:
     """In float32 everywhere, as the references compute."""
-    return helpers.engine(path, dtype="float32", **flags)
+    return helpers.lazy_engine(path, dtype="float32", **flags)
 
 
 def spec(k: int, model: Path | None, **options: object) -> SpeculativeConfig:

@@ -20,8 +20,9 @@ from tests.drafters.make_assistant import EPS, TYPES, WIDTH, make_assistant
 from tests.drafters.proposals import GREEDY, mistakes, record
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
+from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED
 from tests.models.hybrids import reference
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
+from tests.models.make import make_checkpoint
 from tests.models.make_mtp import norm, rotate
 from unisono.config.preflight.model import with_method
 from unisono.drafters.mtp.frozen_kv_model import FrozenCheckpoint
@@ -45,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def engine(path: Path | str, **flags: Any) -> LLM:
     """In float32 everywhere, as the references compute."""
-    return helpers.engine(path, dtype="float32", **flags)
+    return helpers.lazy_engine(path, dtype="float32", **flags)
 
 
 class Case:

@@ -17,7 +17,8 @@ from tests.drafters.watch import Seen, Watch
 from tests.engine import helpers
 from tests.engine.helpers import mixed_params, prompts, tokens
 from tests.models import hybrids
-from tests.models.make import GEMMA4_EXPERTS, make_checkpoint
+from tests.models.fields import GEMMA4_EXPERTS
+from tests.models.make import make_checkpoint
 from unisono.drafters.eagle.model import Eagle3Head
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ LAYERS = (2, 1, 4)
 
 
 def engine(path: Path, **flags: Any) -> LLM:
-    return helpers.engine(path, dtype="float32", **flags)
+    return helpers.lazy_engine(path, dtype="float32", **flags)
 
 
 class Target:

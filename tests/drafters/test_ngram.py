@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, lazy_engine, mixed_params, prompts, tokens
 from tests.kernels.lookup_oracle import replay
 from unisono import LLM, SamplingParams
 from unisono.types import ConfigError, SpeculativeConfig
@@ -50,13 +50,13 @@ def observed(llm: LLM) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def plain(qwen3: Path) -> list[list[int]]:
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         return tokens(llm, REPETITIVE, PARAMS)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_same_tokens_and_the_predicted_acceptance(qwen3: Path, plain: list[list[int]], eager: bool) -> None:
-    with engine(qwen3, speculative=ngram(), enforce_eager=eager) as llm:
+    with lazy_engine(qwen3, speculative=ngram(), enforce_eager=eager) as llm:
         assert tokens(llm, REPETITIVE, PARAMS) == plain
         assert observed(llm) == predicted(REPETITIVE, plain)
         assert observed(llm)[1] > 5
@@ -69,7 +69,7 @@ def test_options_bound_the_match(qwen3: Path, plain: list[list[int]]) -> None:
     seen = set()
     for longest, shortest in ((1, 1), (64, 2)):
         options = {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
-        with engine(qwen3, speculative=ngram(**options)) as llm:
+        with lazy_engine(qwen3, speculative=ngram(**options)) as llm:
             assert tokens(llm, REPETITIVE, PARAMS) == plain
             assert observed(llm) == predicted(REPETITIVE, plain, longest, shortest)
             seen.add(observed(llm))
@@ -80,7 +80,7 @@ def test_options_bound_the_match(qwen3: Path, plain: list[list[int]]) -> None:
 def test_ngrams_match_outputs_of_other_requests(qwen3: Path, plain: list[list[int]], size: int) -> None:
     """One request at a time, twice, so that plain Python knows what the ring holds when it drafts."""
     ring, rounds, accepted = [-1] * size, 0, 0
-    with engine(qwen3, speculative=ngram(shared_tokens=size), max_num_seqs=1) as llm:
+    with lazy_engine(qwen3, speculative=ngram(shared_tokens=size), max_num_seqs=1) as llm:
         for prompt, params, output in [*zip(REPETITIVE, PARAMS, plain, strict=True)] * 2:
             assert tokens(llm, [prompt], [params]) == [output]
             more = replay(prompt, output, K, longest=4, shortest=1, ring=ring)
@@ -92,19 +92,19 @@ def test_ngrams_match_outputs_of_other_requests(qwen3: Path, plain: list[list[in
 
 
 def test_chunks_prefix_hits_and_preemption_change_neither(qwen3: Path, plain: list[list[int]]) -> None:
-    with engine(qwen3, speculative=ngram(), max_num_batched_tokens=16, max_num_seqs=3) as llm:
+    with lazy_engine(qwen3, speculative=ngram(), max_num_batched_tokens=16, max_num_seqs=3) as llm:
         for times in (1, 2):
             assert tokens(llm, REPETITIVE, PARAMS) == plain
             rounds, accepted = predicted(REPETITIVE, plain)
             assert observed(llm) == (times * rounds, times * accepted)
-    with engine(qwen3, speculative=ngram(), max_model_len=144, num_pages=1 + 12) as llm:
+    with lazy_engine(qwen3, speculative=ngram(), max_model_len=144, num_pages=1 + 12) as llm:
         assert tokens(llm, REPETITIVE, PARAMS) == plain
         assert llm.engine.scheduler.preemptions > 0
 
 
 def test_the_bundled_model_repeats_itself() -> None:
     """A loop, code and a sum: text whose next tokens stand in it already more often than not."""
-    flags: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 256}
+    flags: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 256, "graph_capture": "lazy"}
     params = SamplingParams(temperature=0, max_tokens=64)
     with LLM("tiny", **flags) as llm:
         batch = [llm.tokenizer.encode(ZEROS), llm.tokenizer.encode(CODE)]

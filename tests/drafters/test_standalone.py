@@ -18,7 +18,7 @@ import pytest
 
 from tests.drafters.ledger import acceptance, assert_every_draft_accepted, play
 from tests.drafters.noisy import noisy, resized
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, lazy_engine, mixed_params, prompts, tokens
 from tests.models.make import make_checkpoint
 from unisono.entrypoints.llm import LLM
 from unisono.graphs import NO_FEATURES
@@ -31,12 +31,12 @@ SAMPLED = [SamplingParams(temperature=1, seed=i, max_tokens=32, ignore_eos=True)
 
 
 def drafting(target: Path, draft: Path, k: int = 3, options: dict[str, Any] | None = None, **flags: Any) -> LLM:
-    return engine(target, speculative=SpeculativeConfig("standalone", str(draft), k, options or {}), **flags)
+    return lazy_engine(target, speculative=SpeculativeConfig("standalone", str(draft), k, options or {}), **flags)
 
 
 @pytest.fixture(scope="module")
 def expected(qwen3: Path) -> list[list[int]]:
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         return tokens(llm, PROMPTS, PARAMS)
 
 
@@ -125,7 +125,7 @@ def test_a_page_that_ended_with_its_request_is_replaced_by_one_that_went_on(qwen
 
 def test_preemption(qwen3: Path) -> None:
     params = mixed_params(8, max_tokens=60)
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         unhurried = tokens(llm, PROMPTS, params)
     with drafting(qwen3, qwen3, max_model_len=144, num_pages=1 + 14) as llm:
         entries = play(llm, PROMPTS, params)
@@ -204,7 +204,7 @@ def test_a_shorter_context_is_warned_of(
 def test_vocabularies_may_differ_by_padding(qwen3: Path, tmp_path: Path, vocab_size: int) -> None:
     """The tokenizer makes 261 ids, the target knows 263: the draft model may know fewer or more."""
     draft = resized(qwen3, tmp_path / "draft", vocab_size)
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         batch = [*PROMPTS[:6], [262, 261] * 9]
         params = [*SAMPLED[:6], replace(SAMPLED[6], temperature=0)]
         plain = tokens(llm, batch, params)
@@ -256,7 +256,7 @@ def refused(qwen3: Path) -> Iterator[Any]:
     def ask(error: type[Exception], words: str, model: str | None = "", **options: Any) -> None:
         spec = SpeculativeConfig("standalone", str(qwen3) if model == "" else model, 3, options)
         with pytest.raises(error, match=words):
-            engine(qwen3, speculative=spec)
+            lazy_engine(qwen3, speculative=spec)
 
     return ask
 

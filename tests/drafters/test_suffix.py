@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, lazy_engine, mixed_params, prompts, tokens
 from tests.kernels.lookup_oracle import replay
 from unisono import LLM, SamplingParams
 from unisono.drafters.lookup.suffix import VOTERS
@@ -37,13 +37,13 @@ def shared(llm: LLM) -> list[int]:
 
 @pytest.fixture(scope="module")
 def plain(qwen3: Path) -> list[list[int]]:
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         return tokens(llm, PROMPTS, PARAMS)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_same_tokens_in_any_batch(qwen3: Path, plain: list[list[int]], eager: bool) -> None:
-    with engine(qwen3, speculative=suffix(), max_num_seqs=3, enforce_eager=eager) as llm:
+    with lazy_engine(qwen3, speculative=suffix(), max_num_seqs=3, enforce_eager=eager) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == plain
         before = llm.engine.counters.accepted_tokens
         assert tokens(llm, PROMPTS[::-1], PARAMS[::-1]) == plain[::-1]
@@ -63,7 +63,7 @@ def test_the_predicted_acceptance(qwen3: Path, plain: list[list[int]], size: int
         shared_tokens=size,
     )  # fmt: skip
     ring, rounds, accepted = [-1] * size, 0, 0
-    with engine(qwen3, speculative=config, max_num_seqs=1) as llm:
+    with lazy_engine(qwen3, speculative=config, max_num_seqs=1) as llm:
         for prompt, params, output in [*zip(PROMPTS, PARAMS, plain, strict=True)] * 2:
             assert tokens(llm, [prompt], [params]) == [output]
             more = replay(prompt, output, K, ring=ring, **options)
@@ -78,7 +78,7 @@ def test_the_predicted_acceptance(qwen3: Path, plain: list[list[int]], size: int
 def test_shared_ring_holds_only_finished_outputs(qwen3: Path, plain: list[list[int]]) -> None:
     """Outputs from the first token to a stop id or the limit; not prompts, not what was aborted."""
     stop = next(t for i, t in enumerate(plain[1]) if i > 4 and t not in plain[1][:i])
-    with engine(qwen3, speculative=suffix(shared_tokens=64), max_num_batched_tokens=16) as llm:
+    with lazy_engine(qwen3, speculative=suffix(shared_tokens=64), max_num_batched_tokens=16) as llm:
         (stopped,) = tokens(llm, [PROMPTS[1]], [replace(PARAMS[1], stop_token_ids=(stop,))])
         assert stopped == plain[1][: plain[1].index(stop) + 1]
         next(llm.stream(PROMPTS[2], PARAMS[2]))
@@ -89,9 +89,9 @@ def test_shared_ring_holds_only_finished_outputs(qwen3: Path, plain: list[list[i
 
 def test_preemption(qwen3: Path) -> None:
     params = mixed_params(6, max_tokens=60)
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         expected = tokens(llm, PROMPTS, params)
-    with engine(qwen3, speculative=suffix(), max_model_len=144, num_pages=1 + 12) as llm:
+    with lazy_engine(qwen3, speculative=suffix(), max_model_len=144, num_pages=1 + 12) as llm:
         assert tokens(llm, PROMPTS, params) == expected
         assert llm.engine.scheduler.preemptions > 0
 
@@ -101,7 +101,9 @@ def test_the_bundled_model_learns_from_other_answers() -> None:
     params = SamplingParams(temperature=0, max_tokens=64)
     lengths = []
     for size in (0, 4096):
-        with LLM("tiny", max_num_seqs=1, max_model_len=256, speculative=suffix(shared_tokens=size)) as llm:
+        with LLM(
+            "tiny", graph_capture="lazy", max_num_seqs=1, max_model_len=256, speculative=suffix(shared_tokens=size)
+        ) as llm:
             for question in QUESTIONS:
                 c = llm.engine.counters
                 rounds, accepted = c.draft_rounds, c.accepted_tokens

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.helpers import engine, mixed_params, prompts
+from tests.engine.helpers import lazy_engine, mixed_params, prompts
 from tests.engine.matrix import TREE_DRAFTERS, TREES, drafting_tree
 from tests.kernels.lookup_oracle import paths_of
 from unisono import SamplingParams
@@ -180,6 +180,6 @@ def test_paths_see_their_own_drafts(qwen3: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_without_trees_have_no_pages_for_paths(qwen3: Path) -> None:
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         assert llm.engine.worker.path_pages == 0
         assert llm.engine.worker.slots.page_table.shape[0] == 9

@@ -10,7 +10,8 @@ import pytest
 
 from tests.engine.helpers import lazy_engine, tokens
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS
-from tests.models.make import FAMILIES, make_checkpoint
+from tests.models.fields import FAMILIES
+from tests.models.make import make_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -33,12 +34,12 @@ def checkpoints_of(
 
 
 @pytest.fixture(scope="session")
-def plain() -> Callable[[Path], list[list[int]]]:
-    """Target -> the token ids of the matrix's requests without speculation."""
+def plain() -> Callable[..., list[list[int]]]:
+    """(target, count) -> the token ids of the matrix's first requests without speculation, by default of all."""
 
     @functools.cache
-    def run(target: Path) -> list[list[int]]:
+    def run(target: Path, count: int = len(PROMPTS)) -> list[list[int]]:
         with lazy_engine(target, enforce_eager=True) as llm:
-            return tokens(llm, PROMPTS, PARAMS)
+            return tokens(llm, PROMPTS[:count], PARAMS[:count])
 
     return run

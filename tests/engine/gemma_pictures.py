@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.engine.pictures import END, IMAGE, START, VIDEO, VOCAB, Picture, Prompt, prompt, words
-from tests.models.make import COMMON, FAMILIES, make_tokenizer, randomise
+from tests.models.fields import COMMON, FAMILIES
+from tests.models.make import make_tokenizer, randomise
 from unisono.models.vision.config import VisionConfig
 
 SIDE, PATCH = 8, 4

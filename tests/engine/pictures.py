@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.models.make import COMMON, make_tokenizer, randomise
+from tests.models.fields import COMMON
+from tests.models.make import make_tokenizer, randomise
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.vision.config import VisionConfig

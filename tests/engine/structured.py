@@ -10,7 +10,8 @@ from typing import Any
 
 from tests.engine.helpers import engine, prompts
 from tests.engine.matrix import SCARCE, Checkpoints, Way
-from tests.models.make import END, make_tokenizer
+from tests.models.fields import END
+from tests.models.make import make_tokenizer
 from unisono.entrypoints.llm import LLM
 from unisono.types import SamplingParams, SpeculativeConfig, StructuredOutputs
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.helpers import counted, engine, idle, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, engine, idle, lazy_engine, mixed_params, prompts, tokens
 from tests.engine.matrix import GRAPH
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
@@ -84,7 +84,7 @@ def test_text_and_logits_are_those_of_merged_weights(case: str, tmp_path: Path) 
     model = reference(merged(base, adapter, tmp_path / "merged"))
     model.generation_config.eos_token_id = None
     prompt, params = PROMPTS[0], replace(GREEDY, return_hidden_states=True)
-    with torch.inference_mode(), engine(base, dtype="float32", max_num_seqs=2, **ON) as llm:
+    with torch.inference_mode(), lazy_engine(base, dtype="float32", max_num_seqs=2, **ON) as llm:
         asked = LoRARequest("it", 1, str(adapter))
         out, plain = llm.generate([prompt, prompt], params, lora_request=[asked, None])
         ids = out.outputs[0].token_ids
@@ -165,7 +165,7 @@ MORE_WAYS = {
 
 @pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.full) for way in MORE_WAYS)])
 def test_same_bytes(way: str, qwen3: Path, adapters: dict[str, LoRARequest], alone: list[list[int]]) -> None:
-    with engine(qwen3, **{**ON, **(WAYS | MORE_WAYS)[way]}) as llm:
+    with lazy_engine(qwen3, **{**ON, **(WAYS | MORE_WAYS)[way]}) as llm:
         if way not in ("one place", "chunks of 16"):
             assert run(llm, PROMPTS, PARAMS, mixed(adapters)) == alone
             idle(llm)

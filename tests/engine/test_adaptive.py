@@ -65,7 +65,7 @@ def test_same_bytes_with_random_draft_lengths(method: str, checkpoints_of: Any, 
     at_random()
     checkpoints = checkpoints_of(method)
     flags = SCARCE if method == "mtp" else {"max_num_batched_tokens": 16}
-    check(method, checkpoints, plain(checkpoints[0])[:12], **flags)
+    check(method, checkpoints, plain(checkpoints[0], 12), **flags)
 
 
 @pytest.mark.parametrize("flags", [{"graphs": "round=segmented"}, {"attention_backend": "torch"}], ids=str)
@@ -77,7 +77,7 @@ def test_catching_up_is_captured_as_rounds_are(
     at_random()
     checkpoints = checkpoints_of("eagle3")
     with drafting("eagle3", checkpoints, **flags) as llm:
-        assert tokens(llm, PROMPTS[:6], PARAMS[:6]) == plain(checkpoints[0])[:6]
+        assert tokens(llm, PROMPTS[:6], PARAMS[:6]) == plain(checkpoints[0], 12)[:6]
         segmented = {
             program for program, kind, _ in counted(llm) if kind == ("segmented" if CUDA else "tape-segmented")
         }
@@ -298,7 +298,7 @@ def test_a_tree_is_drafted_whole_or_not_at_all(qwen3: Path, plain: Any, at_rando
     spec = SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3, "topk": 2, "num_draft_tokens": 6})
     with engine(qwen3, speculative=spec, adaptive=True) as llm:
         assert llm.engine.runner.choices == (0, 3)
-        assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == plain(qwen3)[:12]
+        assert tokens(llm, PROMPTS[:12], PARAMS[:12]) == plain(qwen3, 12)
         assert set(llm.engine.draft_controller.rounds) == {0, 3}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, draw_drafts, idle, lazy_engine, mixed_params, prompts, tokens
 from tests.engine.matrix import DRAFTERS, drafting
 from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
@@ -56,7 +56,7 @@ def mixed(llm: LLM, batch: list[list[int]] = PROMPTS) -> list[Any]:
 @pytest.fixture(scope="module")
 def expected(qwen3: Path) -> list[list[int]]:
     """What the token ids give, each alone and eagerly."""
-    with engine(qwen3, max_num_seqs=1, enforce_eager=True) as llm:
+    with lazy_engine(qwen3, max_num_seqs=1, enforce_eager=True) as llm:
         return [tokens(llm, [p], [q])[0] for p, q in zip(PROMPTS, PARAMS, strict=True)]
 
 
@@ -74,7 +74,7 @@ def expected(qwen3: Path) -> list[list[int]]:
 def test_the_text_is_that_of_the_ids(qwen3: Path, expected: list[list[int]], flags: dict[str, Any]) -> None:
     if "attention_backend" in flags and torch.cuda.is_available():
         pytest.skip("on a GPU the two backends have other bits")
-    with engine(qwen3, **flags) as llm:
+    with lazy_engine(qwen3, **flags) as llm:
         assert tokens(llm, mixed(llm), PARAMS) == expected
         idle(llm)
         before = counted(llm)
@@ -101,7 +101,7 @@ def test_random_embeddings_equal_transformers(checkpoints: dict[str, Path]) -> N
                 )[0].tolist()
                 for e in given
             ]  # fmt: skip
-        with engine(checkpoints[family], dtype="float32", max_num_batched_tokens=32) as llm:
+        with lazy_engine(checkpoints[family], dtype="float32", max_num_batched_tokens=32) as llm:
             assert tokens(llm, [{"prompt_embeds": e} for e in given], GREEDY) == wanted
             assert tokens(llm, [{"prompt_embeds": e[None].numpy()} for e in given], GREEDY) == wanted
 
@@ -109,9 +109,9 @@ def test_random_embeddings_equal_transformers(checkpoints: dict[str, Path]) -> N
 @pytest.mark.full
 def test_preempted(qwen3: Path) -> None:
     params = mixed_params(9, max_tokens=60)
-    with engine(qwen3, max_num_seqs=1) as llm:
+    with lazy_engine(qwen3, max_num_seqs=1) as llm:
         wanted = [tokens(llm, [p], [q])[0] for p, q in zip(PROMPTS, params, strict=True)]
-    with engine(qwen3, max_model_len=144, num_pages=1 + 14) as llm:
+    with lazy_engine(qwen3, max_model_len=144, num_pages=1 + 14) as llm:
         assert tokens(llm, mixed(llm), params) == wanted
         assert llm.engine.scheduler.preemptions >= 3
         llm.engine.check_integrity()
@@ -122,7 +122,7 @@ def test_preempted(qwen3: Path) -> None:
 def test_drafted(method: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     made = DRAFTERS[method](checkpoints, tmp_path)
     narrow = [p if p.structured_outputs else replace(p, allowed_token_ids=(40, 41, 42)) for p in PARAMS]
-    with engine(made[0]) as llm:
+    with lazy_engine(made[0]) as llm:
         wanted = tokens(llm, PROMPTS, narrow)
     with drafting(method, made, 3, max_num_batched_tokens=40) as llm:
         assert tokens(llm, mixed(llm), narrow) == wanted
@@ -165,7 +165,7 @@ def test_penalties_ignore_embedding_positions(qwen3: Path) -> None:
     """Repetition counts the tokens that are left."""
     ids = [9, 10, 11, 12] * 4
     given = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=30.0)
-    with engine(qwen3, logprobs_mode="processed_logprobs") as llm:
+    with lazy_engine(qwen3, logprobs_mode="processed_logprobs") as llm:
         nines = {"prompt_token_ids": ids, "embedding_overrides": {i: table(llm)[9] for i in range(0, 16, 4)}}
         choice = replace(given, max_tokens=1, allowed_token_ids=(9, 10), logit_bias={9: 1.0, 10: 1.0})
         unpenalised = replace(choice, repetition_penalty=1.0)
@@ -188,7 +188,7 @@ def test_prefix_cache_keys_include_embeddings(qwen3: Path) -> None:
     def hits(llm: LLM, prompt: Any) -> int:
         return llm.generate([prompt], GREEDY)[0].num_cached_tokens
 
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         rows = table(llm)[ids]
         nudged = rows.clone()
         nudged[40] += 1e-3
@@ -209,7 +209,7 @@ def test_a_placeholder_never_matches(qwen3: Path) -> None:
     spec = SpeculativeConfig("ngram", num_speculative_tokens=3, options={"shared_tokens": 0, "prompt_lookup_min": 2})
     row = torch.randn(HIDDEN)
     overrides = {i: row for i in range(0, 40, 3)}  # then 5, 6, and one stands last
-    with engine(qwen3, speculative=spec) as llm:
+    with lazy_engine(qwen3, speculative=spec) as llm:
         prompt = {"prompt_token_ids": [7, 5, 6] * 13 + [7], "embedding_overrides": overrides}
         one = SamplingParams(temperature=0, max_tokens=2, allowed_token_ids=(5,), ignore_eos=True)
         assert tokens(llm, [prompt], one) == [[5, 5]]
@@ -220,7 +220,7 @@ def test_a_placeholder_never_matches(qwen3: Path) -> None:
 
 def test_several_sequences(qwen3: Path) -> None:
     several = SamplingParams(temperature=1, seed=4, n=3, max_tokens=12, ignore_eos=True)
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         ids = PROMPTS[1] * 3
         given = llm.generate([whole(llm, ids)], several)[0]
         plain = llm.generate([ids], several)[0]
@@ -231,7 +231,7 @@ def test_several_sequences(qwen3: Path) -> None:
 def test_prompt_logprobs_behind_the_embeddings(qwen3: Path) -> None:
     ids = prompts(1, 250, low=40, high=41, seed=8)[0]
     scoring = replace(GREEDY, prompt_logprobs=2, logprob_start_len=21)
-    with engine(qwen3) as llm:
+    with lazy_engine(qwen3) as llm:
         soft = {"prompt_token_ids": ids, "embedding_overrides": (range(21), table(llm)[ids[:21]])}
         plain, given = llm.generate([ids, soft], scoring)
         assert given.prompt_logprobs == plain.prompt_logprobs
@@ -281,7 +281,7 @@ def test_refusals(llm: LLM, prompt: dict[str, Any], says: str) -> None:
 
 @pytest.fixture(scope="module")
 def llm(qwen3: Path) -> Any:
-    with engine(qwen3, enforce_eager=True) as llm:
+    with lazy_engine(qwen3, enforce_eager=True) as llm:
         yield llm
 
 

@@ -11,7 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from tests.engine.helpers import engine
-from tests.models.make import COMMON, FAMILIES, make_tokenizer, randomise
+from tests.models.fields import COMMON, FAMILIES
+from tests.models.make import make_tokenizer, randomise
 from tests.models.sentences import TEXTS, close, embedded, states, write_modules
 from unisono import LLM, SamplingParams
 from unisono.types import BadRequest

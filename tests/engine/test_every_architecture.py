@@ -13,7 +13,8 @@ import pytest
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import lazy_engine, tokens
 from tests.engine.matrix import config_of
-from tests.models.make import FAMILIES, make_checkpoint
+from tests.models.fields import FAMILIES
+from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter, merged
 from tests.models.table_cases import CASES, family_of, fields_of
 from unisono.config.decoder_table import ROWS
@@ -21,7 +22,7 @@ from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SamplingParams, SpeculativeConfig
 from unisono.types.lora import LoRARequest
 
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=5)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=5)
 """Noise is a function of seed and position, so that equal logits give equal tokens."""
 PROMPTS = [[7, 50, 91, 7, 50, 91, 7, 50] * 5, [3, 141, 59, 26]]
 

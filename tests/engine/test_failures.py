@@ -42,7 +42,7 @@ def requests() -> list[EngineRequest]:
         params = SamplingParams(
             seed=i,
             temperature=0.8,
-            max_tokens=12,
+            max_tokens=8,
             ignore_eos=True,
             logprobs=1,
             prompt_logprobs=1 if i in (2, 3) else None,

@@ -22,7 +22,8 @@ from tests.drafters.ledger import acceptance
 from tests.engine.helpers import counted, draw_drafts, engine, note_launches, tokens
 from tests.engine.matrix import DRAFTERS, GRAPH, SCARCE, Checkpoints, Way, with_modules
 from tests.engine.structured import CHUNKS, FORMS, METHODS, PARAMS, PROMPTS, QUICK, WAYS, Said, drafting, said
-from tests.models.make import END, make_tokenizer
+from tests.models.fields import END
+from tests.models.make import make_tokenizer
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.graphs.graph_set import GraphSet
@@ -61,7 +62,7 @@ def plain() -> Callable[[Path], Said]:
 def check_way(name: str, way: Way, checkpoints: Checkpoints, expected: Said) -> None:
     method, spec = METHODS[name]
     flags = {"logprobs_mode": "processed_logprobs", **way.flags}
-    with drafting(checkpoints, method, spec, **flags) as llm:
+    with drafting(checkpoints, method, spec, graph_capture="lazy", **flags) as llm:
         assert said(llm, PROMPTS, PARAMS) == expected
         if way.again:
             before, newest = llm.engine.scheduler.prefix_hits, slice(None, -8, -1)

@@ -12,7 +12,8 @@ from tests.drafters.ledger import play
 from tests.engine.helpers import counted, engine, note_launches, tokens
 from tests.engine.matrix import GRAPH
 from tests.engine.structured import PROMPTS, drafting
-from tests.models.make import END, make_checkpoint, make_tokenizer
+from tests.models.fields import END
+from tests.models.make import make_checkpoint, make_tokenizer
 from unisono.entrypoints.llm import LLM
 from unisono.types import BadRequest, EngineRequest, SamplingParams, StructuredOutputs, Thinking
 

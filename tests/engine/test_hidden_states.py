@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, draw_drafts, engine, idle, lazy_engine, mixed_params, prompts, tokens
 from tests.engine.matrix import DRAFTERS
 from unisono.entrypoints.llm import LLM
 from unisono.types import (
@@ -106,11 +106,11 @@ def test_hidden_state_graphs_are_captured_when_idle(qwen3: Path) -> None:
 @pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.full), "ngram"])
 def test_preempted(qwen3: Path, method: str) -> None:
     """Whoever resumes computes some states again, and hands out each once."""
-    params = asking(mixed_params(9, max_tokens=40))
-    with engine(qwen3, dtype="float32", max_num_seqs=1) as llm:
+    params = asking(mixed_params(9, max_tokens=30))
+    with lazy_engine(qwen3, dtype="float32", max_num_seqs=1, enforce_eager=True) as llm:
         alone = [llm.generate([p], [q])[0] for p, q in zip(PROMPTS, params, strict=True)]
-    flags: dict[str, Any] = {"max_model_len": 144, "num_pages": 1 + 14}
-    with engine(qwen3, dtype="float32", speculative=SpeculativeConfig(method), **flags) as llm:
+    flags: dict[str, Any] = {"max_model_len": 112, "num_pages": 1 + 8}
+    with lazy_engine(qwen3, dtype="float32", speculative=SpeculativeConfig(method), **flags) as llm:
         together = llm.generate(PROMPTS, params)
         assert llm.engine.scheduler.preemptions >= 3
     for one, other in zip(alone, together, strict=True):
@@ -134,7 +134,7 @@ def test_drafted(
     narrow = asking(NARROW, every=1 if method == "tree" else 2)
     flags: dict[str, Any] = {"adaptive": adaptive, "max_num_batched_tokens": 40}
     target, model = DRAFTERS.get(method, DRAFTERS["ngram"])(checkpoints, tmp_path)
-    with engine(target) as llm:
+    with lazy_engine(target, enforce_eager=True) as llm:
         plain = llm.generate(PROMPTS, narrow)
     path = {} if model is None else {"model": str(model)}
     spec = TREE if method == "tree" else {"method": method, "num_speculative_tokens": 3, **path}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.drafters.proposals import record
-from tests.engine.helpers import counted, draw_drafts, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, draw_drafts, lazy_engine, mixed_params, prompts, tokens
 from tests.models.hybrid_mtp import with_module
 from tests.models.hybrids import CASES, FULL, LINEAR, reference
 from tests.models.make import make_checkpoint
@@ -17,7 +17,7 @@ from unisono.kv.specs import PAGE_SIZE
 from unisono.types import EngineRequest, SamplingParams, SpeculativeConfig
 
 FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 PROMPTS = prompts(8, 256, low=3, high=80, seed=5)
 
 GRAPH = "full" if torch.cuda.is_available() else "tape"
@@ -42,17 +42,17 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_greedy_tokens_are_transformers(checkpoint: Path) -> None:
     """In one batch, alone, in chunks, and after cached prefixes."""
     model = reference(checkpoint)
-    with engine(checkpoint, **FLAGS) as llm:
+    with lazy_engine(checkpoint, **FLAGS) as llm:
         answers = tokens(llm, PROMPTS, GREEDY)
         assert tokens(llm, PROMPTS, GREEDY) == answers
         assert llm.engine.scheduler.prefix_hits > 0
         llm.engine.check_integrity()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert len(answer) == 64
+        assert len(answer) == GREEDY.max_tokens
         theirs = model(torch.tensor([prompt + answer])).logits[0].argmax(-1)
         assert theirs[len(prompt) - 1 : -1].tolist() == answer
-    for flags in ({"max_num_seqs": 1}, {"max_num_batched_tokens": 16}, {"max_num_batched_tokens": 23}):
-        with engine(checkpoint, **{**FLAGS, **flags}, enforce_eager=True) as llm:
+    for flags in ({"max_num_seqs": 1}, {"max_num_batched_tokens": 23}):
+        with lazy_engine(checkpoint, **{**FLAGS, **flags}, enforce_eager=True) as llm:
             assert tokens(llm, PROMPTS, GREEDY) == answers
 
 
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_transformers(checkpoint: Path) -> None:
 FAMILIES = ["qwen3_5_text", pytest.param("qwen3_5_moe", marks=pytest.mark.full)]
 LONG = prompts(4, 256, low=3, high=70, seed=8)
 MIXED = [p if i % 2 else p[: 3 + i] * 6 for i, p in enumerate(LONG)]
-PARAMS = mixed_params(len(MIXED), max_tokens=102)
+PARAMS = mixed_params(len(MIXED), max_tokens=56)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -75,7 +75,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def plain(hybrid: Path) -> list[list[int]]:
     """Each request by itself, eagerly, its prompt in one pass."""
-    with engine(hybrid, **{**FLAGS, "max_num_seqs": 1}, enforce_eager=True) as llm:
+    with lazy_engine(hybrid, **{**FLAGS, "max_num_seqs": 1}, enforce_eager=True) as llm:
         return [tokens(llm, [p], [q])[0] for p, q in zip(MIXED, PARAMS, strict=True)]
 
 
@@ -84,7 +84,10 @@ def drafting(method: str, k: int) -> dict[str, Any]:
 
 
 SCARCE = "chunks of 23, scarce pages"
-WAYS: dict[str, dict[str, Any]] = {"batched": {}, SCARCE: {"max_num_batched_tokens": 23, "num_pages": 22}}
+WAYS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    SCARCE: {"max_num_batched_tokens": 23, "max_model_len": 144, "num_pages": 14},
+}
 QUICK = (("none", 0, SCARCE), ("mtp", 3, SCARCE), ("ngram", 3, "batched"))
 MATRIX = [
     pytest.param(method, k, way, marks=() if (method, k, way) in QUICK else pytest.mark.full)
@@ -95,7 +98,7 @@ MATRIX = [
 
 @pytest.mark.parametrize(("method", "k", "way"), MATRIX)
 def test_same_bytes(method: str, k: int, way: str, hybrid: Path, plain: list[list[int]]) -> None:
-    with engine(hybrid, **{**FLAGS, **WAYS[way]}, **drafting(method, k)) as llm:
+    with lazy_engine(hybrid, **{**FLAGS, **WAYS[way]}, **drafting(method, k)) as llm:
         assert tokens(llm, MIXED, PARAMS) == plain
         assert tokens(llm, MIXED, PARAMS) == plain, "after prefix hits"
         assert (llm.engine.scheduler.preemptions > 0) == ("num_pages" in WAYS[way])
@@ -109,7 +112,7 @@ def test_same_bytes_with_drafts_that_come_and_go(
 ) -> None:
     """The number of drafts changes at random, none included."""
     draw_drafts(monkeypatch)
-    with engine(hybrid, **FLAGS, **drafting("mtp", 3), adaptive=True) as llm:
+    with lazy_engine(hybrid, **FLAGS, **drafting("mtp", 3), adaptive=True) as llm:
         assert tokens(llm, MIXED, PARAMS) == plain
         assert tokens(llm, MIXED, PARAMS) == plain, "after prefix hits"
 
@@ -121,7 +124,7 @@ def test_same_bytes_with_drafts_that_requests_share(
     """Rows of a round have widths of their own, and only their first tokens move the recurrent state."""
     draw_drafts(monkeypatch, lambda rng, choices: rng.choice((*choices[1:-1], *choices)))
     spec = SpeculativeConfig(method, num_speculative_tokens=5, share_drafts=True)
-    with engine(hybrid, **FLAGS, speculative=spec, adaptive=True) as llm:
+    with lazy_engine(hybrid, **FLAGS, speculative=spec, adaptive=True) as llm:
         assert llm.engine.runner.shared == (1, 2, 3)
         assert tokens(llm, MIXED, PARAMS) == plain
         assert tokens(llm, MIXED, PARAMS) == plain, "after prefix hits"
@@ -132,7 +135,7 @@ def test_same_bytes_with_drafts_that_requests_share(
 
 def test_drafts_are_accepted_by_any_number_at_any_position(hybrid: Path, plain: list[list[int]]) -> None:
     """The drafter is told the right tokens: 0, 1, … k of them, by the committed length."""
-    with engine(hybrid, **FLAGS, **drafting("mtp", 4), enforce_eager=True) as llm:
+    with lazy_engine(hybrid, **FLAGS, **drafting("mtp", 4), enforce_eager=True) as llm:
         record(llm, [p + t for p, t in zip(MIXED, plain, strict=True)])
         assert tokens(llm, MIXED, PARAMS) == plain
         assert llm.engine.counters.accept_length > 2
@@ -142,10 +145,10 @@ def test_drafts_are_accepted_by_any_number_at_any_position(hybrid: Path, plain: 
 @pytest.mark.parametrize("method", ["mtp", pytest.param("ngram", marks=pytest.mark.full)])
 def test_a_prefix_hit_near_a_page_end(method: str, hybrid: Path) -> None:
     """The hit is as long as that of a model without recurrence; the text goes on as without it."""
-    params = SamplingParams(temperature=0.9, seed=4, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=8, ignore_eos=True)
     base = prompts(1, 256, low=100, high=101, seed=2)[0]
     cuts = [base[:n] for n in (31, 32, 33, 48, 49, 64)]
-    with engine(hybrid, **FLAGS, **drafting(method, 3)) as llm:
+    with lazy_engine(hybrid, **FLAGS, **drafting(method, 3)) as llm:
         cold = []
         for cut in cuts:
             llm.engine.reset_prefix_cache()
@@ -155,14 +158,14 @@ def test_a_prefix_hit_near_a_page_end(method: str, hybrid: Path) -> None:
             (output,) = llm.generate([cut], params)
             assert output.outputs[0].token_ids == answer
             assert output.num_cached_tokens == (len(cut) - 1) // PAGE_SIZE * PAGE_SIZE
-    with engine(hybrid, **FLAGS) as llm:
+    with lazy_engine(hybrid, **FLAGS) as llm:
         assert tokens(llm, cuts, params) == cold
 
 
 @pytest.mark.parametrize("method", ["mtp", pytest.param("ngram", marks=pytest.mark.full)])
 def test_aborts_free_state_and_pages(method: str, hybrid: Path, plain: list[list[int]]) -> None:
     """Requests that are aborted in their prompts and in their rounds; those that come after have the same bytes."""
-    with engine(hybrid, **{**FLAGS, "max_num_batched_tokens": 23}, **drafting(method, 3)) as llm:
+    with lazy_engine(hybrid, **{**FLAGS, "max_num_batched_tokens": 23}, **drafting(method, 3)) as llm:
         for steps in (1, 2, 5, 17, 33):
             for i, (prompt, params) in enumerate(zip(MIXED, PARAMS, strict=True)):
                 llm.engine.add(EngineRequest(f"{steps}-{i}", list(prompt), params))
@@ -178,9 +181,9 @@ def test_aborts_free_state_and_pages(method: str, hybrid: Path, plain: list[list
 def test_accepted_drafts_across_page_ends_update_the_state(hybrid: Path) -> None:
     """A text that repeats itself, so that drafts are accepted across many page ends."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, allowed_token_ids=(7, 8))
-    with engine(hybrid, **FLAGS) as llm:
+    with lazy_engine(hybrid, **FLAGS) as llm:
         expected = tokens(llm, [[7, 8] * 6], params)
     for k in (1, 5):
-        with engine(hybrid, **FLAGS, **drafting("ngram", k)) as llm:
+        with lazy_engine(hybrid, **FLAGS, **drafting("ngram", k)) as llm:
             assert tokens(llm, [[7, 8] * 6], params) == expected
             assert llm.engine.counters.accepted_tokens > 20

@@ -34,7 +34,7 @@ def offloaded(llm: LLM) -> Any:
 
 FAST = ("tiny, eagle3", "tiny-hybrid, mtp")
 CELLS = [
-    *(pytest.param(name, 20, marks=() if name in FAST else pytest.mark.full) for name in SETUPS),
+    *(pytest.param(name, 12, marks=() if name in FAST else pytest.mark.full) for name in SETUPS),
     *(pytest.param(name, 200, marks=pytest.mark.full) for name in SETUPS),
 ]
 
@@ -156,12 +156,12 @@ def test_an_aborted_request_leaves_its_pages_locked(monkeypatch: pytest.MonkeyPa
 def test_aborts_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that stay have the bytes that they have alone, while others are aborted."""
     arrive_late(monkeypatch, polls=4)
-    rng, batch, params = random.Random(3), shared_prompts(40), mixed_params(40, max_tokens=3)
+    rng, batch, params = random.Random(3), shared_prompts(20), mixed_params(20, max_tokens=3)
     with engine("tiny-hybrid", enforce_eager=True) as llm:
         expected = tokens(llm, batch, params)
     with engine("tiny-hybrid", **HOST, enforce_eager=True) as llm:
         answers: dict[str, list[int]] = {}
-        todo, leaving = list(range(40)), {i for i in range(40) if rng.random() < 0.4}
+        todo, leaving = list(range(20)), {i for i in range(20) if rng.random() < 0.4}
         while todo or llm.engine.has_work():
             if todo and rng.random() < 0.5:
                 i = todo.pop(0)
@@ -172,8 +172,8 @@ def test_aborts_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
                 llm.engine.abort(str(i))
                 leaving.discard(i)
                 answers[str(i)] = expected[i]
-        assert [answers[str(i)] for i in range(40)] == expected
-        assert offloaded(llm).requests > 5
+        assert [answers[str(i)] for i in range(20)] == expected
+        assert offloaded(llm).requests >= 3
         llm.engine.check_integrity()
 
 

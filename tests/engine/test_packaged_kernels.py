@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -245,7 +246,7 @@ def test_extensions_of_this_python_are_restored(tmp_path: Path, monkeypatch: pyt
     suffix, key = sysconfig.get_config_var("EXT_SUFFIX"), "ab" * 32
     cache = tmp_path / "cache"
     shutil.copytree(root / "first", cache)
-    home = cache / kernel_archives.triton_directory(key)
+    home = cache / base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
     home.mkdir()
     for name in (f"cuda_utils{suffix}", "cuda_utils.cpython-399-none.so", f"other{suffix}"):
         (home / name).write_bytes(name.encode())

@@ -1,4 +1,4 @@
-"""32 greedy tokens equal transformers' for every family: alone, batched, chunked, and after a prefix hit."""
+"""20 greedy tokens equal transformers' for every family: alone, batched, chunked, and after a prefix hit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.engine.helpers import lazy_engine, prompts, tokens
+from tests.models.fields import FAMILIES
 from tests.models.hybrids import reference as of_transformers
-from tests.models.make import FAMILIES
 from unisono.types import SamplingParams
 
-GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-PROMPTS = prompts(8, 250, low=2, high=70)
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+PROMPTS = prompts(6, 250, low=2, high=70)
 
 
 @torch.inference_mode()
@@ -24,7 +24,7 @@ def reference(path: Path) -> list[list[int]]:
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
         )
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs
@@ -39,4 +39,4 @@ def test_greedy_tokens_equal_transformers(family: str, checkpoints: dict[str, Pa
         assert tokens(llm, PROMPTS, GREEDY) == expected, "after a prefix hit"
         assert llm.engine.scheduler.prefix_hits > hits
     with lazy_engine(checkpoints[family], dtype="float32", max_num_batched_tokens=16) as llm:
-        assert [tokens(llm, [p], GREEDY)[0] for p in PROMPTS[:4]] == expected[:4], "alone, in chunks of 16"
+        assert [tokens(llm, [p], GREEDY)[0] for p in PROMPTS[:3]] == expected[:3], "alone, in chunks of 16"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
-from tests.engine.helpers import counted, draw_drafts, engine, idle, mixed_params
+from tests.engine.helpers import counted, draw_drafts, idle, lazy_engine, mixed_params
 from tests.engine.matrix import CUDA, GRAPH, Checkpoints, config_of, drafting, drafting_tree, with_modules
 from tests.engine.pictures import (
     Picture,
@@ -61,7 +61,7 @@ def batch(llm: LLM, vision: VisionConfig) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def alone(seeing: Path, vision: VisionConfig) -> list[list[int]]:
     """Each request by itself: eager, its whole prompt in one pass, an empty prefix cache."""
-    with engine(seeing, max_num_seqs=1, enforce_eager=True) as llm:
+    with lazy_engine(seeing, max_num_seqs=1, enforce_eager=True) as llm:
         prompts = batch(llm, vision)
         return [run(llm, [p], [q])[0] for p, q in zip(prompts, mixed_params(len(prompts)), strict=True)]
 
@@ -84,7 +84,7 @@ SLOW = ("compiled", "batched", "three at once", "chunks of 21, full")
 def test_same_bytes(seeing: Path, vision: VisionConfig, alone: list[list[int]], way: str) -> None:
     if way == "planned on the host" and CUDA:
         pytest.skip("on a GPU the two backends have other bits")
-    with engine(seeing, **WAYS[way]) as llm:
+    with lazy_engine(seeing, **WAYS[way]) as llm:
         prompts, how = batch(llm, vision), mixed_params(8)
         assert run(llm, prompts, how) == alone
         idle(llm)
@@ -105,10 +105,10 @@ def test_same_bytes(seeing: Path, vision: VisionConfig, alone: list[list[int]], 
 def test_other_families(family: str, tmp_path: Path) -> None:
     path = make_seeing(tmp_path, family)
     vision = vision_of(path)
-    with engine(path, max_num_seqs=1, enforce_eager=True) as llm:
+    with lazy_engine(path, max_num_seqs=1, enforce_eager=True) as llm:
         prompts, how = batch(llm, vision), mixed_params(8)
         expected = [run(llm, [p], [q])[0] for p, q in zip(prompts, how, strict=True)]
-    with engine(path, max_num_batched_tokens=19) as llm:
+    with lazy_engine(path, max_num_batched_tokens=19) as llm:
         assert run(llm, prompts, how) == expected
         assert run(llm, prompts, how) == expected
         assert llm.engine.scheduler.prefix_hits > 0
@@ -116,7 +116,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 def test_image_changes_the_text(seeing: Path, vision: VisionConfig, alone: list[list[int]]) -> None:
     """The comparisons above can fail: other pixels, or another shape of as many tokens, give another text."""
-    with engine(seeing) as llm:
+    with lazy_engine(seeing) as llm:
         dtype = llm.engine.config.dtype
         plain = prompt(vision, words(7, 3), Picture(8, 4, 2), dtype=dtype)
         assert run(llm, [plain], mixed_params(3)[2:])[0] == alone[2]
@@ -126,7 +126,7 @@ def test_image_changes_the_text(seeing: Path, vision: VisionConfig, alone: list[
 
 def test_prefix_cache_keys_include_images(seeing: Path, vision: VisionConfig) -> None:
     """A hit may end in the middle of a picture; another picture in its place is none."""
-    with engine(seeing) as llm:
+    with lazy_engine(seeing) as llm:
         dtype = llm.engine.config.dtype
 
         def cached(*parts: Any) -> int:
@@ -139,16 +139,16 @@ def test_prefix_cache_keys_include_images(seeing: Path, vision: VisionConfig) ->
         assert cached(words(10, 1), replace(picture, seed=8), words(30, 3)) == 0
         assert cached(words(11, 1)[1:], picture, words(30, 3)) == 0
         expected = run(llm, [prompt(vision, words(10, 1), picture, words(8, 4), dtype=dtype)], GREEDY)
-    with engine(seeing, enable_prefix_caching=False) as llm:
+    with lazy_engine(seeing, enable_prefix_caching=False) as llm:
         assert run(llm, [prompt(vision, words(10, 1), picture, words(8, 4), dtype=dtype)], GREEDY) == expected
 
 
 def test_preempted(seeing: Path, vision: VisionConfig) -> None:
     how = mixed_params(5, max_tokens=50)
-    with engine(seeing, max_num_seqs=1, enforce_eager=True) as llm:
+    with lazy_engine(seeing, max_num_seqs=1, enforce_eager=True) as llm:
         prompts = batch(llm, vision)[3:]
         expected = [run(llm, [p], [q])[0] for p, q in zip(prompts, how, strict=True)]
-    with engine(seeing, max_model_len=144, num_pages=1 + 9, max_num_batched_tokens=24) as llm:
+    with lazy_engine(seeing, max_model_len=144, num_pages=1 + 9, max_num_batched_tokens=24) as llm:
         assert run(llm, prompts, how) == expected
         assert llm.engine.scheduler.preemptions >= 2
         llm.engine.check_integrity()
@@ -180,7 +180,7 @@ def some(llm: LLM, vision: VisionConfig) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def undrafted(seeing: Path, vision: VisionConfig) -> list[list[int]]:
-    with engine(seeing) as llm:
+    with lazy_engine(seeing) as llm:
         return run(llm, some(llm, vision), params(5))
 
 

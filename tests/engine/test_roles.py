@@ -55,7 +55,7 @@ def test_same_bytes(setup: str, transport: str, count: int, tmp_path: Path) -> N
 
 
 def test_a_prefill_engine_captures_no_rounds(tmp_path: Path) -> None:
-    with prefill_engine("tiny", address("unix", tmp_path)) as llm:
+    with prefill_engine("tiny", address("unix", tmp_path), graph_capture="start") as llm:
         assert {graph.key.program for graph in llm.engine.runner.planner.graphs()} <= {"extend", "score"}
         assert len(tokens(llm, [[1, 2, 3]], PARAMS)[0]) == 6, "it still serves"
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.engine.helpers import counted, lazy_engine, mixed_params, prompts, tokens
 
-PROMPTS = prompts(18, 250)
-PARAMS = mixed_params(18)
+PROMPTS = prompts(12, 250)
+PARAMS = mixed_params(12)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,10 @@ def test_a_prefix_shared_by_running_requests(qwen3: Path) -> None:
 
 def test_preemption(qwen3: Path) -> None:
     """With pages for about two requests, eight compete: some give theirs back and resume."""
-    batch, params = PROMPTS[:9], mixed_params(9, max_tokens=60)
+    batch, params = PROMPTS[:7], mixed_params(7, max_tokens=40)
     with lazy_engine(qwen3, max_num_seqs=1) as llm:
         expected = [tokens(llm, [p], [q])[0] for p, q in zip(batch, params, strict=True)]
-    with lazy_engine(qwen3, max_model_len=144, num_pages=1 + 10) as llm:
+    with lazy_engine(qwen3, max_model_len=128, num_pages=1 + 9) as llm:
         assert tokens(llm, batch, params) == expected
         assert llm.engine.scheduler.preemptions >= 3
         llm.engine.check_integrity()

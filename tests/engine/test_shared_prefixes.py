@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import engine
-from tests.models.make import END, make_checkpoint
+from tests.models.fields import END
+from tests.models.make import make_checkpoint
 from unisono.entrypoints.llm import LLM
 from unisono.kv.specs import PAGE_SIZE
 from unisono.types import SamplingParams, SpeculativeConfig

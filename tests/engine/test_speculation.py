@@ -67,7 +67,7 @@ def check_way(method: str, way: Way, checkpoints: Checkpoints, expected: list[li
 @pytest.mark.parametrize(("method", "way"), CELLS, ids=lambda v: getattr(v, "name", v))
 def test_same_bytes(method: str, way: Way, checkpoints_of: Any, plain: Any) -> None:
     checkpoints = checkpoints_of(method)
-    check_way(method, way, checkpoints, plain(checkpoints[0])[:12])
+    check_way(method, way, checkpoints, plain(checkpoints[0], 12))
 
 
 @pytest.mark.full
@@ -85,7 +85,7 @@ def test_the_comparison_can_fail(checkpoints_of: Any, plain: Any, monkeypatch: p
     with drafting("standalone", checkpoints, 3) as llm:
         changed = tokens(llm, PROMPTS[:18], PARAMS[:18])
     same: dict[int | None, list[bool]] = {most: [] for most in MAX_DRAFTS}
-    for params, ours, theirs in zip(PARAMS, changed, plain(checkpoints[0]), strict=False):
+    for params, ours, theirs in zip(PARAMS, changed, plain(checkpoints[0], 18), strict=False):
         same[params.max_drafts].append(ours == theirs)
     assert all(same[0])
     assert not all(same[None])

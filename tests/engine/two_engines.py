@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tests.engine.helpers import engine
+from tests.engine.helpers import lazy_engine
 from unisono.entrypoints.llm import LLM
 
 
@@ -34,14 +34,14 @@ def stepping(llm: LLM) -> Iterator[threading.Event]:
 
 
 def prefill_engine(model: str, where: str, **flags: Any) -> LLM:
-    return engine(model, role="prefill", transfer_listen=where, **{"max_num_batched_tokens": 48, **flags})
+    return lazy_engine(model, role="prefill", transfer_listen=where, **{"max_num_batched_tokens": 48, **flags})
 
 
 def decode_engine(model: str, prefill: LLM | str, **flags: Any) -> LLM:
     if isinstance(prefill, LLM):
         assert prefill.engine.roles.service is not None
         prefill = str(prefill.engine.roles.service.address)
-    return engine(model, role="decode", prefill_urls=prefill, **{"transfer_timeout": 60.0, **flags})
+    return lazy_engine(model, role="decode", prefill_urls=prefill, **{"transfer_timeout": 60.0, **flags})
 
 
 def results(llm: LLM) -> dict[str, int]:

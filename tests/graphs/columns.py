@@ -20,7 +20,8 @@ from tests.engine.matrix import Checkpoints, config_of
 from tests.engine.pictures import make_seeing, run, several, vision_of
 from tests.engine.two_engines import stepping
 from tests.graphs.kinds import say, text
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_SHARED, make_checkpoint
+from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_SHARED
+from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.entrypoints.llm import LLM

@@ -101,13 +101,13 @@ def test_another_worker_replays_the_stream(
     given = {"method": method, **SPECS[name]} | ({"model": str(draft)} if draft and name != "none" else {})
     spec = SpeculativeConfig.parse(given) if name in DRAFTED else None
     draw_drafts(monkeypatch)
-    batch_, params = prompts(6, 250, low=6, high=40, seed=4), mixed_params(6, max_tokens=34)
+    batch_, params = prompts(6, 250, low=6, high=40, seed=4), mixed_params(6, max_tokens=24)
     params[2] = SamplingParams(
-        temperature=0, max_tokens=34, seed=1, structured_outputs=StructuredOutputs(regex="[ab]{2,9}")
+        temperature=0, max_tokens=24, seed=1, structured_outputs=StructuredOutputs(regex="[ab]{2,9}")
     )
     params[4] = replace(params[4], repetition_penalty=1.3, prompt_logprobs=1, logprobs=2)
     params[5] = replace(params[5], return_hidden_states=True)
-    flags: dict[str, Any] = {"max_model_len": 80, "num_pages": 12, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    flags: dict[str, Any] = {"max_model_len": 80, "num_pages": 10, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     with engine(target, speculative=spec, adaptive=True, **flags) as llm:
         for _ in range(2):
             tokens(llm, batch_, params)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.howto import ROOT, blocks, install, run, text_of
+from tests.forks import PROGRAMS
+from tests.howto import blocks, install, run, text_of
 from unisono.graphs import Reason
 
 PAGE, MODULE = "design/graphs", "bigram_drafter"
@@ -42,8 +41,9 @@ LINES = blocks(PAGE, "sh")[0].splitlines()
 
 @pytest.mark.parametrize("line", [LINES[0], *(pytest.param(line, marks=pytest.mark.full) for line in LINES[1:])])
 def test_commands(line: str) -> None:
-    command = line.replace(".venv/bin/unisono", f"{sys.executable} -m unisono")
-    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=600)
+    program, *words = line.split()
+    assert program == ".venv/bin/unisono"
+    done = PROGRAMS.finished("-m", "unisono", *words)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

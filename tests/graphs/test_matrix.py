@@ -233,11 +233,11 @@ def out_of_memory_above(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 ALL = tuple(FEATURES)
 SOME = ("mixed lengths", "a prefix hit", "prompt logprobs")
-FAST = [(method, "full", ALL) for method in ("none", "eagle3")]
+FAST = [("eagle3", "full", ALL), ("none", "full", ("everything", *SOME))]
 FAST += [(method, "segmented", SOME) for method in METHODS if method not in ("none", "eagle3", "mtp", "standalone")]
 FAST += [("dflash", "full", ("mixed lengths", "chunks", "penalties", "prompt logprobs"))]
 FAST += [("standalone", "mixed", ("everything", *SOME))]
-FAST += [("mtp", kind, SOME) for kind in ("mixed", "planned on the host")]
+FAST += [("mtp", "planned on the host", SOME)]
 FAST += [("standalone", kind, SOME) for kind in ("compiled segments", "only rounds")]
 
 

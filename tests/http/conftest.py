@@ -19,6 +19,7 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
+from tests.forks import SERVERS, Process
 from tests.http import tokenizers_
 
 ROOT = Path(__file__).parents[2]
@@ -27,12 +28,18 @@ TLS = httpx.create_ssl_context()
 
 
 class Server:
-    """A running server process. ``stop`` ends it and checks that nothing of it is left."""
+    """A running server process, of ``python -m module arguments``. fresh: it is a new interpreter and no fork."""
 
-    def __init__(self, arguments: list[str], log: Path, temp: Path, **environment: str) -> None:
+    def __init__(self, arguments: list[str], log: Path, temp: Path, fresh: bool = False, **environment: str) -> None:
         self.log, self.temp = log, temp
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp), **environment}
-        self.process = subprocess.Popen(arguments, cwd=ROOT, env=env, stderr=log.open("w"), stdout=subprocess.DEVNULL)
+        self.process: Process
+        with log.open("w") as file:
+            if fresh:
+                command = [sys.executable, "-m", *arguments]
+                self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=file, stdout=subprocess.DEVNULL)
+            else:
+                self.process = SERVERS.python("-m", *arguments, log=file.fileno(), environment=env)
 
     def wait_ready(self, limit: float = 120) -> Server:
         end = time.monotonic() + limit
@@ -71,10 +78,10 @@ PLAIN = ("--enforce-eager", "--speculative-method", "none")
 
 
 @contextmanager
-def serving(directory: Path, *flags: str) -> Iterator[Server]:
+def serving(directory: Path, *flags: str, fresh: bool = False) -> Iterator[Server]:
     """``unisono serve`` with these flags on the CPU, ready; its log and temporary files are in ``directory``."""
-    command = [sys.executable, "-m", "unisono", "serve", "--port", "0", "--device", "cpu", *flags]
-    server = Server(command, directory / "log", directory)
+    command = ["unisono", "serve", "--port", "0", "--device", "cpu", *flags]
+    server = Server(command, directory / "log", directory, fresh)
     try:
         yield server.wait_ready(120)
     finally:
@@ -133,10 +140,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     started: list[Server] = []
 
-    def start(model: Path | None = None, ready: bool = True, **options: Any) -> Server:
+    def start(model: Path | None = None, ready: bool = True, fresh: bool = False, **options: Any) -> Server:
         directory = tmp_path_factory.mktemp("s")
-        arguments = [sys.executable, "-m", "tests.http.launch", str(model or directory), json.dumps(options)]
-        server = Server(arguments, directory / "log", directory)
+        arguments = ["tests.http.launch", str(model or directory), json.dumps(options)]
+        server = Server(arguments, directory / "log", directory, fresh)
         started.append(server)
         return server.wait_ready() if ready else server
 

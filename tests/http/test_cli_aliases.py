@@ -121,7 +121,9 @@ def test_the_prefix_cache_can_be_turned_off() -> None:
     prompt, params = list(range(5, 105)), SamplingParams(temperature=0, max_tokens=4)
     texts = []
     for enabled in (True, False):
-        with LLM("tiny", device="cpu", max_num_seqs=2, max_model_len=256, enable_prefix_caching=enabled) as llm:
+        with LLM(
+            "tiny", device="cpu", max_num_seqs=2, max_model_len=256, enable_prefix_caching=enabled, graph_capture="lazy"
+        ) as llm:
             outputs = [llm.generate(prompt, params)[0] for _ in range(2)]
             assert [output.num_cached_tokens for output in outputs] == [0, 96 if enabled else 0]
             assert json.dumps(llm.engine.info()["settings"]["enable_prefix_caching"]) == str(enabled).lower()

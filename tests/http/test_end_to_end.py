@@ -231,7 +231,7 @@ def test_memory_occupation_has_sglangs_routes(tiny: Server) -> None:
     assert tiny.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_sleep_frees_memory_and_answers_go_on(tiny: Server, level: int) -> None:
     """A running request waits; new ones are refused; weights wake before pages."""
     tiny.http.post("/update_weights_from_disk", json={"model_path": str(bundled["tiny"])})  # not those of a push

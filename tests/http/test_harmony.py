@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,7 +165,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_checkpoint(directory, "gpt_oss", tokenizer=False, **sizes)
     (directory / "generation_config.json").unlink()  # where <|end|> ends an answer
     tokenizer.save_pretrained(directory)
-    command = [sys.executable, "-m", "unisono", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    command = ["unisono", "serve", str(directory), "--port", "0", "--device", "cpu"]
     command += ["--max-num-seqs", "4", "--served-model-name", "fake", "--enforce-eager"]
     command += ["--speculative-method", "ngram"]
     server = Server(command, directory / "log", directory)

@@ -44,7 +44,7 @@ def test_a_start_on_a_cpu_imports_no_sympy() -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads which libraries a process has")
 def test_server_imports_torch_only_for_embeddings(model_dir: Path, start: Start) -> None:
     """transformers imports torch with its tokenizers, unless it is told that there is none."""
-    server = start(model_dir, enable_return_hidden_states=True)
+    server = start(model_dir, fresh=True, enable_return_hidden_states=True)
     assert "PyTorch" not in server.log.read_text()
     body = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 2}
     assert server.http.post("/v1/completions", json=body).status_code == 200
@@ -53,4 +53,4 @@ def test_server_imports_torch_only_for_embeddings(model_dir: Path, start: Start)
     answer = server.http.post("/generate", json={"input_ids": [5, 6], "return_hidden_states": True})
     assert answer.json()["meta_info"]["hidden_states"]
     assert not has_torch(server)
-    assert has_torch(start(enable_prompt_embeds=True))
+    assert has_torch(start(fresh=True, enable_prompt_embeds=True))

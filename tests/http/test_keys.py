@@ -148,7 +148,7 @@ def test_the_command_line_does_not_show_the_key(joined: bool, tmp_path: Path) ->
     """Neither to ``ps``, from the first second on that the flag is read, nor in the log; the engine's neither."""
     secret = "sk-not-to-be-seen"
     given = [f"--api-key={secret}"] if joined else ["--api-key", secret]
-    with serving(tmp_path, "tiny", "--max-num-seqs", "1", *PLAIN, *given) as server:
+    with serving(tmp_path, "tiny", "--max-num-seqs", "1", *PLAIN, *given, fresh=True) as server:
         assert httpx.post(server.url + TEXT, json={"prompt": [5]}).status_code == 401
         assert ask(server, secret, prompt=[5]).status_code == 200
         shown = [path.read_bytes() for path in processes(server.process.pid)]

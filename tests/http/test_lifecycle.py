@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -279,7 +278,7 @@ def test_a_long_temporary_directory(tmp_path: Path) -> None:
     """A socket's path fits some 100 bytes: the sockets lie in /tmp then, and nothing of them stays."""
     deep = tmp_path.joinpath(*["a-directory-with-a-long-name"] * 4)
     deep.mkdir(parents=True)
-    server = Server([sys.executable, "-m", "tests.http.launch", str(deep), "{}"], tmp_path / "log", deep)
+    server = Server(["tests.http.launch", str(deep), "{}"], tmp_path / "log", deep)
     try:
         engine = server.wait_ready().info()["pid"]
         sockets = listening(server.process.pid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def test_async(llm: LLM) -> None:
 
 def test_served(directory: Path, llm: LLM, tmp_path: Path) -> None:
     """``unisono serve`` with the openai package; the same text, whole and in a stream."""
-    command = [sys.executable, "-m", "unisono", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    command = ["unisono", "serve", str(directory), "--port", "0", "--device", "cpu"]
     flags = ["--max-num-seqs", "4", "--max-model-len", "512", "--enforce-eager", "--served-model-name", "sees"]
     server = Server([*command, *flags, "--limit-mm-per-prompt", '{"image": 2}'], tmp_path / "log", tmp_path)
     try:

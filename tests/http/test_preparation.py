@@ -27,7 +27,7 @@ HI = [{"role": "user", "content": "Hello"}]
 @pytest.fixture(scope="module")
 def trusting(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with servers(tmp_path_factory) as start:
-        yield start(model_dir, trust_request_chat_template=True, step_seconds=0.01)
+        yield start(model_dir, fresh=True, trust_request_chat_template=True, step_seconds=0.01)
 
 
 def chat(server: Server, **body: Any) -> httpx.Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,7 +232,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?
 
 def tiny_server(directories: pytest.TempPathFactory, *flags: str) -> Server:
     directory = directories.mktemp("tiny")
-    command = [sys.executable, "-m", "unisono", "serve", "--port", "0", "--device", "cpu", "--max-num-seqs", "4"]
+    command = ["unisono", "serve", "--port", "0", "--device", "cpu", "--max-num-seqs", "4"]
     command += ["--max-model-len", "1024", "--served-model-name", "tiny", "--enable-auto-tool-choice", *flags]
     return Server(command, directory / "log", directory)
 

@@ -7,6 +7,7 @@ every type, and the long matrix adds its other sizes.
 """
 
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -150,13 +151,19 @@ def part_of(kernel: str) -> int:
     return 0 if kernel in NORMS + LAYER_TAILS else zlib.crc32(kernel.encode()) % PARTS
 
 
-def brings_something(case, seen: set) -> bool:
-    """Whether a flag or a type of a kernel is in none of ``seen``, which are added to."""
-    flags = {(name, value) for name, value in case.constexprs.items() if type(value) is not int}
-    brought = {*flags, *case.signature.items()} - seen
-    first = not seen
-    seen |= brought
-    return first or bool(brought)
+def cover(cases: list) -> set[int]:
+    """Indices of few cases that have each flag and each type of a kernel's cases."""
+    have = [
+        {item for item in case.constexprs.items() if type(item[1]) is not int} | set(case.signature.items())
+        for case in cases
+    ]
+    left, chosen = set().union(*have), {0}
+    left -= have[0]
+    while left:
+        best = max(range(len(cases)), key=lambda index: len(have[index] & left))
+        chosen.add(best)
+        left -= have[best]
+    return chosen
 
 
 def main(part: str, every: bool) -> None:
@@ -165,20 +172,23 @@ def main(part: str, every: bool) -> None:
     import unisono.kernels
 
     print(json.dumps({"triton": triton.__version__}))
-    seen: dict[str, set] = {}
-    for module in pkgutil.walk_packages(unisono.kernels.__path__, "unisono.kernels."):
-        cases = getattr(importlib.import_module(module.name), "AOT", [])
+    names = [module.name for module in pkgutil.walk_packages(unisono.kernels.__path__, "unisono.kernels.")]
+    found = {name: getattr(importlib.import_module(name), "AOT", []) for name in names}
+    of_kernels: dict[str, list] = {}
+    for case in itertools.chain(*found.values()):
+        of_kernels.setdefault(case.kernel.__name__, []).append(case)
+    some = {id(cases[index]) for cases in of_kernels.values() for index in cover(cases)}
+    for name, cases in found.items():
         for index, case in enumerate(cases):
             kernel = case.kernel.__name__
-            line = {"module": module.name, "index": index, "kernel": kernel, "is": str(dict(case.constexprs))}
+            line = {"module": name, "index": index, "kernel": kernel, "is": str(dict(case.constexprs))}
             sizes = [case.constexprs.get(name) for name in ("D", "HALF", "HAS_NORM", "V_NORM")]
             line["head"] = str([*sizes, case.signature.get("qkv"), case.signature.get("q_norm")])
             sizes = [case.constexprs.get(name) for name in ("BLOCK_H", "V")]
             line["row"] = sizes[0]
             line["norm"] = str([*sizes, case.signature.get("x", case.signature.get("y", case.signature.get("o")))])
-            first = kernel not in seen
-            new = brings_something(case, seen.setdefault(kernel, set()))
-            line["chosen"] = every or new or kernel in (*NORMS, *BY_HEADS)  # compared with each other
+            first = case is of_kernels[kernel][0]
+            line["chosen"] = every or id(case) in some or kernel in (*NORMS, *BY_HEADS)  # compared with each other
             line["gluon"] = case.kernel.is_gluon()
             kinds = {case.signature.get(name) for name in ("x8", "out")}
             line["quantises"] = "*fp8e4nv" in kinds and "scales" in case.signature

@@ -12,7 +12,7 @@ import torch
 
 from tests.drafters.make_frozen import random_weights
 from tests.drafters.make_heads import make_eagle, make_eagle3
-from tests.engine.helpers import counted, draw_drafts, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, draw_drafts, lazy_engine, mixed_params, prompts, tokens
 from tests.engine.late_pages import arrive_late
 from tests.engine.matrix import TREES
 from tests.kv.mixed_model import ARCHITECTURE, VOCAB, WINDOW, make_mixed, next_token, weights_of
@@ -24,10 +24,10 @@ from unisono.kv.transfer import Incoming, pack_pages
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig
 
-PROMPTS = [p if i % 2 else p[: 3 + i] * 8 for i, p in enumerate(prompts(10, VOCAB, low=3, high=70, seed=8))]
-PARAMS = mixed_params(10, max_tokens=30)
+PROMPTS = [p if i % 2 else p[: 3 + i] * 8 for i, p in enumerate(prompts(8, VOCAB, low=3, high=70, seed=8))]
+PARAMS = mixed_params(8, max_tokens=24)
 FLAGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "dtype": "float32"}
-SCARCE = {"num_pages": 20}
+SCARCE = {"max_model_len": 128, "num_pages": 13}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,13 +45,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, listed: Any) -> Path:
 @pytest.fixture(scope="module")
 def plain(mixed: Path) -> list[list[int]]:
     """Each request by itself, eagerly, its prompt in one pass."""
-    with engine(mixed, **{**FLAGS, "max_num_seqs": 1}, enforce_eager=True) as llm:
+    with lazy_engine(mixed, **{**FLAGS, "max_num_seqs": 1}, enforce_eager=True) as llm:
         return [tokens(llm, [p], [q])[0] for p, q in zip(PROMPTS, PARAMS, strict=True)]
 
 
 def test_tokens_are_the_references(mixed: Path) -> None:
     weights, params = weights_of(mixed), SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
-    with engine(mixed, **FLAGS) as llm:
+    with lazy_engine(mixed, **FLAGS) as llm:
         for prompt, answer in zip(PROMPTS[:4], tokens(llm, PROMPTS[:4], params), strict=True):
             ids = list(prompt)
             for token in answer:
@@ -69,7 +69,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_same_bytes(way: str, mixed: Path, plain: list[list[int]]) -> None:
-    with engine(mixed, **{**FLAGS, **WAYS[way]}) as llm:
+    with lazy_engine(mixed, **{**FLAGS, **WAYS[way]}) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == plain
         assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
         assert way == "scarce pages" or llm.engine.scheduler.prefix_hits > 0
@@ -80,7 +80,7 @@ def test_same_bytes(way: str, mixed: Path, plain: list[list[int]]) -> None:
 
 def test_a_window_frees_its_pages(mixed: Path) -> None:
     """A request of 100 tokens holds no more window pages than its window and two rounds reach."""
-    with engine(mixed, **FLAGS) as llm:
+    with lazy_engine(mixed, **FLAGS) as llm:
         held: list[int] = []
         step = llm.engine.step
 
@@ -102,7 +102,7 @@ def test_prefix_hit_resumes_from_its_snapshot(mixed: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     base = prompts(1, VOCAB, low=100, high=101, seed=2)[0]
     cuts = [base[:n] for n in (49, 50, 63, 65, 66, 95, 97)]
-    with engine(mixed, **FLAGS) as llm:
+    with lazy_engine(mixed, **FLAGS) as llm:
         cold = []
         for cut in cuts:
             llm.engine.reset_prefix_cache()
@@ -123,7 +123,7 @@ def test_a_conversation_is_cached_alike_with_drafts(mixed: Path) -> None:
     found = {}
     for k in (0, 4):
         spec = SpeculativeConfig("ngram", num_speculative_tokens=k) if k else None
-        with engine(mixed, **FLAGS, speculative=spec) as llm:
+        with lazy_engine(mixed, **FLAGS, speculative=spec) as llm:
             found[k] = []
             for prompt, param in zip(prompts(12, VOCAB, low=20, high=60, seed=3), params, strict=True):
                 (first,) = llm.generate([prompt], param)
@@ -143,7 +143,7 @@ def test_snapshot_is_taken_at_the_branch_of_prompts(method: str | None, mixed: P
     base, *ends = prompts(6, VOCAB, low=70, high=71, seed=9)
     asked = [base + end[:30] for end in ends]
     flags = dict(FLAGS, speculative=SpeculativeConfig(method, num_speculative_tokens=3)) if method else FLAGS
-    with engine(mixed, **flags) as llm:
+    with lazy_engine(mixed, **flags) as llm:
         cold = []
         for prompt in asked:
             llm.engine.reset_prefix_cache()
@@ -186,7 +186,7 @@ def test_same_bytes_with_every_drafter(
     """The number of drafts changes at random, none included."""
     draw_drafts(monkeypatch)
     spec = SpeculativeConfig.parse({"method": method, "num_speculative_tokens": 3, **drafters(mixed, tmp_path)[method]})
-    with engine(mixed, **{**FLAGS, **WAYS[way]}, speculative=spec, adaptive=True) as llm:
+    with lazy_engine(mixed, **{**FLAGS, **WAYS[way]}, speculative=spec, adaptive=True) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == plain
         assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
         assert all(kind != "eager" for program, kind, _ in counted(llm) if program == "round")
@@ -197,7 +197,7 @@ def test_same_bytes_with_every_drafter(
 @pytest.mark.parametrize("method", ["ngram", "eagle3"])
 def test_same_bytes_with_trees(method: str, mixed: Path, plain: list[list[int]], tmp_path: Path) -> None:
     spec = SpeculativeConfig.parse({"method": method, **TREES["binary"], **drafters(mixed, tmp_path)[method]})
-    with engine(mixed, **FLAGS, speculative=spec) as llm:
+    with lazy_engine(mixed, **FLAGS, speculative=spec) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == plain
         assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
         assert llm.engine.counters.accepted_tokens > 0
@@ -208,10 +208,10 @@ def test_accepted_drafts_across_page_ends_update_the_state(mixed: Path) -> None:
     """A text that repeats itself, so that drafts are accepted across many page ends."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, allowed_token_ids=(7, 8))
     prompt = [7, 8] * 6
-    with engine(mixed, **FLAGS) as llm:
+    with lazy_engine(mixed, **FLAGS) as llm:
         expected = tokens(llm, [prompt], params)
     for k in (1, 3, 5):
-        with engine(mixed, **FLAGS, speculative=SpeculativeConfig("ngram", num_speculative_tokens=k)) as llm:
+        with lazy_engine(mixed, **FLAGS, speculative=SpeculativeConfig("ngram", num_speculative_tokens=k)) as llm:
             assert tokens(llm, [prompt], params) == expected
             assert llm.engine.counters.accepted_tokens > 20
 
@@ -226,9 +226,9 @@ def test_a_running_prompt_moves_to_another_engine(method: str | None, mixed: Pat
     if method is not None:
         given = {"method": method, "num_speculative_tokens": 3, **drafters(mixed, tmp_path)[method]}
         flags["speculative"] = SpeculativeConfig.parse(given)
-    with engine(mixed, **flags) as llm:
+    with lazy_engine(mixed, **flags) as llm:
         expected = tokens(llm, [prompt], params)
-    with engine(mixed, **flags) as one, engine(mixed, **flags) as other:
+    with lazy_engine(mixed, **flags) as one, lazy_engine(mixed, **flags) as other:
         one.engine.add(EngineRequest("moving", prompt, params))
         while not (nodes := one.engine.pool.tree.match(prompt)):
             one.engine.step()
@@ -249,13 +249,13 @@ def test_all_kinds_of_state_wait_in_host_memory(mixed: Path, monkeypatch: pytest
     """Pages, window pages and snapshots move out and come back, with the same bytes."""
     rng = random.Random(2)
     documents = prompts(6, VOCAB, low=64, high=140, seed=5)
-    batch = [rng.choice(documents) + tail for tail in prompts(24, VOCAB, low=2, high=40, seed=6)]
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
-    with engine(mixed, **FLAGS, enforce_eager=True) as llm:
+    batch = [rng.choice(documents) + tail for tail in prompts(16, VOCAB, low=2, high=40, seed=6)]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=6, ignore_eos=True)
+    with lazy_engine(mixed, **FLAGS, enforce_eager=True) as llm:
         expected = tokens(llm, batch, params)
     arrive_late(monkeypatch)
     scarce = {**FLAGS, "num_pages": 44, "cpu_offload_ratio": 6.0}
-    with engine(mixed, **scarce, speculative=SpeculativeConfig("ngram", num_speculative_tokens=3)) as llm:
+    with lazy_engine(mixed, **scarce, speculative=SpeculativeConfig("ngram", num_speculative_tokens=3)) as llm:
         assert tokens(llm, batch, params) + tokens(llm, batch, params) == expected * 2
         llm.engine.check_integrity()
         info: Any = llm.engine.info()["kv_offload"]
@@ -267,4 +267,4 @@ def test_all_kinds_of_state_wait_in_host_memory(mixed: Path, monkeypatch: pytest
 def test_a_draft_model_with_a_recurrence_is_refused(mixed: Path) -> None:
     spec = SpeculativeConfig("standalone", model=str(mixed), num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="recurrent layers"):
-        engine(mixed, **FLAGS, speculative=spec)
+        lazy_engine(mixed, **FLAGS, speculative=spec)

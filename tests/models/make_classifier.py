@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from tests.models.make import COMMON, FAMILIES, make_tokenizer, randomise
+from tests.models.fields import COMMON, FAMILIES
+from tests.models.make import make_tokenizer, randomise
 
 
 def make_classifier(directory: Path, family: str, labels: int, **overrides: Any) -> Path:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.fields import HYBRIDS
 from tests.models.hybrids import reference
-from tests.models.make import HYBRIDS, make_checkpoint
+from tests.models.make import make_checkpoint
 from tests.models.make_mtp import norm
 from unisono.models.load.checkpoint import WEIGHTS
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.make import END, make_checkpoint
+from tests.models.fields import END
+from tests.models.make import make_checkpoint
 from unisono.models.load.checkpoint import INDEX, WEIGHTS, Checkpoint
 from unisono.types import CheckpointError
 

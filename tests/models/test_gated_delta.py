@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.helpers import draw_drafts, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import draw_drafts, lazy_engine, mixed_params, prompts, tokens
 from tests.engine.matrix import TREES
 from tests.models.gated_model import ARCHITECTURE, VOCAB, make_gated, next_token, weights_of
 from unisono.config import catalog
@@ -40,13 +40,13 @@ def gated(tmp_path_factory: pytest.TempPathFactory, listed: Any) -> Path:
 @pytest.fixture(scope="module")
 def plain(gated: Path) -> list[list[int]]:
     """Each request by itself, eagerly, its prompt in one pass."""
-    with engine(gated, **{**FLAGS, "max_num_seqs": 1}, enforce_eager=True) as llm:
+    with lazy_engine(gated, **{**FLAGS, "max_num_seqs": 1}, enforce_eager=True) as llm:
         return [tokens(llm, [p], [q])[0] for p, q in zip(PROMPTS, PARAMS, strict=True)]
 
 
 def test_tokens_are_the_references(gated: Path) -> None:
     weights, params = weights_of(gated), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    with engine(gated, **FLAGS) as llm:
+    with lazy_engine(gated, **FLAGS) as llm:
         for prompt, answer in zip(PROMPTS[:3], tokens(llm, PROMPTS[:3], params), strict=True):
             ids = list(prompt)
             for token in answer:
@@ -56,7 +56,7 @@ def test_tokens_are_the_references(gated: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_same_bytes(way: str, gated: Path, plain: list[list[int]]) -> None:
-    with engine(gated, **{**FLAGS, **WAYS[way]}) as llm:
+    with lazy_engine(gated, **{**FLAGS, **WAYS[way]}) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == plain
         assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
         assert way == "scarce pages" or llm.engine.scheduler.prefix_hits > 0
@@ -67,7 +67,7 @@ def test_same_bytes_with_drafts(gated: Path, plain: list[list[int]], monkeypatch
     """The number of drafts changes at random, none included."""
     draw_drafts(monkeypatch)
     spec = SpeculativeConfig("ngram", num_speculative_tokens=4)
-    with engine(gated, **FLAGS, speculative=spec, adaptive=True) as llm:
+    with lazy_engine(gated, **FLAGS, speculative=spec, adaptive=True) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == plain
         assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
         llm.engine.check_integrity()
@@ -75,7 +75,7 @@ def test_same_bytes_with_drafts(gated: Path, plain: list[list[int]], monkeypatch
 
 def test_same_bytes_with_trees(gated: Path, plain: list[list[int]]) -> None:
     spec = SpeculativeConfig.parse({"method": "ngram", **TREES["binary"]})
-    with engine(gated, **FLAGS, speculative=spec) as llm:
+    with lazy_engine(gated, **FLAGS, speculative=spec) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == plain
         assert tokens(llm, PROMPTS, PARAMS) == plain, "after prefix hits"
 
@@ -83,10 +83,10 @@ def test_same_bytes_with_trees(gated: Path, plain: list[list[int]]) -> None:
 def test_accepted_drafts_cross_chunks(gated: Path) -> None:
     """A text that repeats itself, so that drafts are accepted across many chunk ends."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, allowed_token_ids=(7, 8))
-    with engine(gated, **FLAGS) as llm:
+    with lazy_engine(gated, **FLAGS) as llm:
         expected = tokens(llm, [[7, 8] * 6], params)
     for k in (1, 3, 7):
-        with engine(gated, **FLAGS, speculative=SpeculativeConfig("ngram", num_speculative_tokens=k)) as llm:
+        with lazy_engine(gated, **FLAGS, speculative=SpeculativeConfig("ngram", num_speculative_tokens=k)) as llm:
             assert tokens(llm, [[7, 8] * 6], params) == expected
             assert llm.engine.counters.accepted_tokens > 20
 
@@ -96,7 +96,7 @@ def test_conversation_resumes_from_its_snapshot(gated: Path) -> None:
     found = {}
     for k in (0, 4):
         spec = SpeculativeConfig("ngram", num_speculative_tokens=k) if k else None
-        with engine(gated, **FLAGS, speculative=spec) as llm:
+        with lazy_engine(gated, **FLAGS, speculative=spec) as llm:
             found[k] = []
             for i, prompt in enumerate(prompts(8, VOCAB, low=20, high=60, seed=3)):
                 params = SamplingParams(temperature=0, max_tokens=20 + i, ignore_eos=True, allowed_token_ids=(7, 8))

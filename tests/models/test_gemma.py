@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.engine.helpers import lazy_engine, prompts, tokens
+from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference, renamed
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS, GEMMA4_SHARED, make_checkpoint
+from tests.models.make import make_checkpoint
 from unisono.entrypoints.llm import LLM
 from unisono.layers.activations import InputFormat
 from unisono.models.families.gemma4 import key_heads
@@ -23,7 +24,7 @@ from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
-PROMPTS = prompts(8, 250, low=2, high=70, seed=5)
+PROMPTS = prompts(6, 250, low=2, high=70, seed=5)
 PROMPTS[3] = PROMPTS[3][:4] * 12  # something that n-grams find, longer than the window
 
 IN_BLOCKS = {"hidden_size": 256, "intermediate_size": 192, "global_head_dim": 256, "moe_intermediate_size": 64}
@@ -76,7 +77,7 @@ def test_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
 def test_sampled_tokens_are_the_same_with_drafts_and_scarce_pages(case: str, tmp_path: Path) -> None:
     family, fields = CASES[case]
     path = make_checkpoint(tmp_path, family, **fields)
-    params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=24, ignore_eos=True) for i in range(8)]
+    params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=24, ignore_eos=True) for i in range(6)]
     with lazy_engine(path) as llm:
         plain = tokens(llm, PROMPTS, params)
     for spec, flags in (

@@ -23,8 +23,8 @@ from tests.engine.gemma_pictures import (
 )
 from tests.engine.helpers import engine
 from tests.engine.pictures import IMAGE, TEXT, VIDEO, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
+from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from tests.models.hybrids import reference, renamed
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from tests.models.towers import compare_embeddings
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.build import no_attention
@@ -266,7 +266,7 @@ PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n == "Gemma 4" else n for n in PAIRS])
 def test_two_ranks_write_the_text_of_one_about_pictures(name: str, tmp_path: Path) -> None:
     """The second time after cached prefixes, the third time with drafts."""
     make, fields = PAIRS[name]

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine.helpers import engine
+from tests.models.fields import END
 from tests.models.harness import load, whole
 from tests.models.hybrids import FULL, LINEAR, fused, one_by_one, renamed
-from tests.models.make import END, make_checkpoint
+from tests.models.make import make_checkpoint
 from unisono.drafters.mtp.checkpoint import MTPCheckpoint
 from unisono.layers.formats.base import WeightTarget
 from unisono.models.blocks.decoder import Decoder

@@ -49,7 +49,7 @@ def test_logits_match_transformers(case, prompts, record_property):
 
 WAYS = {
     "batched": together,
-    "chunks-of-7": lambda d, p: chunked(d, p, 7),
+    "chunks-of-19": lambda d, p: chunked(d, p, 19),
     "chunks-of-16": lambda d, p: chunked(d, p, 16),
     "rounds-of-1": lambda d, p: rounds(d, p, 1),
     "rounds-of-4": lambda d, p: rounds(d, p, 4),

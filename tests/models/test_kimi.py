@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.models.fields import COMMON, FAMILIES
 from tests.models.harness import load, whole
-from tests.models.make import COMMON, FAMILIES, randomise
+from tests.models.make import randomise
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 
 PROMPT = [7, 50, 91, 7, 50, 91, 7, 50] * 9

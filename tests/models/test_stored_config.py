@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from tests.models.make import FAMILIES, HYBRIDS, SEEING, make_checkpoint
+from tests.models.fields import FAMILIES, HYBRIDS, SEEING
+from tests.models.make import make_checkpoint
 from unisono.config import catalog
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.stored_config import StoredConfig, stored_config

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.models.fields import TOWERS
 from tests.models.harness import load as load_decoder
 from tests.models.hybrids import reference, renamed
-from tests.models.make import TOWERS, make_checkpoint
+from tests.models.make import make_checkpoint
 from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
 from unisono.models.load.loader import load_tower
 from unisono.models.vision.config import MAX_GRID_SIDE

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.make import END, make_tokenizer
+from tests.models.fields import END
+from tests.models.make import make_tokenizer
 from unisono.structured_output.matcher import GrammarError, Matcher
 from unisono.structured_output.workers import grammars as grammars_module
 from unisono.structured_output.workers.grammars import Grammars

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.make import END, make_tokenizer
+from tests.models.fields import END
+from tests.models.make import make_tokenizer
 from tests.structured_output.endless_worker import ENDLESS
 from tests.structured_output.lane_processes import children, lanes, lanes_now
 from unisono.sandbox.forks import Template

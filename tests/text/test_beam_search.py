@@ -84,7 +84,7 @@ def test_end_tokens_end_beams_only_if_they_are_stop_ids() -> None:
 def test_offline() -> None:
     """``LLM.beam_search`` and ``priority``, ``chat_template`` and ``cache_salt`` of the offline interface."""
     prompts = ["Tom has 3 boxes of 4 pens.", "def add(a, b):"]
-    with LLM("tiny", max_num_seqs=4, max_model_len=128, scheduling_policy="priority") as llm:
+    with LLM("tiny", graph_capture="lazy", max_num_seqs=4, max_model_len=128, scheduling_policy="priority") as llm:
         params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
         first, second = llm.beam_search(prompts, params)
         assert [len(output.sequences) for output in (first, second)] == [2, 2]
@@ -117,7 +117,7 @@ def test_offline() -> None:
 
 def test_on_the_engine() -> None:
     """One beam of the bundled model is its greedy text; three beams differ, and come again from cached prefixes."""
-    with LLM("tiny", max_num_seqs=4, max_model_len=128) as llm:
+    with LLM("tiny", graph_capture="lazy", max_num_seqs=4, max_model_len=128) as llm:
         prompt = llm.tokenizer.encode("Tom has 3 boxes of 4 pens.")
         [greedy] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12))
         [one] = run(llm, prompt, 1)

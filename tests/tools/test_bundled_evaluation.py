@@ -33,7 +33,7 @@ def run(
 
 
 @pytest.mark.parametrize("model", DRAFTERS)
-@pytest.mark.parametrize("count", [6, pytest.param(25, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [4, pytest.param(25, marks=pytest.mark.full)])
 def test_the_same_answers_with_speculation_and_without(model: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It speculates with what the checkpoint carries, unless a flag says otherwise."""
     drafted, answers = run(model, count, None, monkeypatch)

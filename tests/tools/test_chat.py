@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.forks import PROGRAMS
 from tests.terminal import ROOT, terminal
 from tests.tools.scripted_server import END, STREAM, Scripted, plain, scripted, sse, usage
 from unisono.tools.chat.session import _stoppable
@@ -50,8 +51,7 @@ async def answer(body: dict[str, Any]) -> AsyncIterator[bytes]:
 
 
 def piped(server: Scripted, lines: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "unisono", "chat", "--url", server.url, *flags]
-    return subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True, timeout=60)
+    return PROGRAMS.finished("-m", "unisono", "chat", "--url", server.url, *flags, text=lines, timeout=60)
 
 
 def test_a_chat_with_a_server_in_a_terminal(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.terminal import ROOT
+from tests.forks import PROGRAMS
 from unisono.config import catalog
 from unisono.layers import mlp
 from unisono.tools.compare.command import Side, compare
@@ -41,9 +39,9 @@ def test_a_broken_weight_is_named(broken: Path) -> None:
     """From outside, with the short names of flags; a speculating side, so that passes have other shapes."""
     flags = json.dumps(EAGER)
     drafting = json.dumps(EAGER | {"speculative-method": "ngram", "max_num_batched_tokens": 16})
-    command = [sys.executable, "-m", "unisono", "compare", "tiny", str(broken), "--a", flags, "--b", drafting]
+    command = ["-m", "unisono", "compare", "tiny", str(broken), "--a", flags, "--b", drafting]
     command += ["--prompt", TEXT[0], "--max-tokens", "6", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = PROGRAMS.finished(*command, timeout=120)
     assert done.returncode == 1, done.stderr
     told = json.loads(done.stdout)
     (one,) = told["found"]
@@ -108,8 +106,7 @@ def test_speculation_and_chunks_change_no_bit_of_any_op() -> None:
     ],
 )
 def test_bad_flags(text: str, says: str) -> None:
-    command = [sys.executable, "-m", "unisono", "compare", "--a", text]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = PROGRAMS.finished("-m", "unisono", "compare", "--a", text, timeout=60)
     assert done.returncode in (1, 2)
     assert says in done.stderr
     assert "Traceback" not in done.stderr

@@ -27,7 +27,7 @@ COUNT = 12
 
 
 def run(spec: SpeculativeConfig) -> tuple[int, int, float | None]:
-    with LLM("tiny", max_model_len=512, max_num_seqs=4, speculative=spec) as llm:
+    with LLM("tiny", graph_capture="lazy", max_model_len=512, max_num_seqs=4, speculative=spec) as llm:
         found = evaluate(llm, COUNT, 200)
     assert len(found.lines()) == (2 if spec.method == "none" else 3)
     assert found.problems == COUNT == sum(count for _, count in found.by_kind.values())

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.models.make import GEMMA4_EXPERTS, GEMMA4_SHARED, make_checkpoint
+from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_SHARED
+from tests.models.make import make_checkpoint
 from tests.tools.untrained_drafts import made, prompts_file, quiet, texts, unrolled
 from unisono.kernels.norm.sandwich_norm import add_normed
 from unisono.models.load.checkpoint import Checkpoint

@@ -1,9 +1,8 @@
 """Processes of the other ranks: rank 0 starts them, sends them its commands, and notices when one dies or hangs.
 
-A rank is ``python -c``, so that a program which uses the engine needs no guard around its main part. It inherits a
-socket (commands in order, one message each, sent without waiting) and the descriptor of shared memory (progress
-counters of each rank, and on a CPU the gathers). A second socket, for bytes of pages, comes with its first message. It
-ends when rank 0 does, in any state.
+A rank inherits a socket (commands in order, one message each, sent without waiting) and the descriptor of shared memory
+(progress counters of each rank, and on a CPU the gathers). A second socket, for bytes of pages, comes with its first
+message. It ends when rank 0 does, in any state.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from unisono.distributed.group import RankError, first_error
 from unisono.distributed.shared_memory import SharedMemory, make_memory
 from unisono.sandbox.channel import ForkChannel, pair
 from unisono.sandbox.channel import Gone as Gone
+from unisono.sandbox.interpreter import Process, interpreter
 from unisono.types import EngineDead
 
 logger = logging.getLogger(__name__)
@@ -49,26 +50,17 @@ work will never be done.
 CLOSING = 10.0
 """Seconds that ranks get to free everything before they are killed."""
 
-_CODE = (
-    "import gc, sys; sys.path.insert(0, sys.argv[1]); from importlib import import_module as i; "
-    "gc.disable(); module = i(sys.argv[2]); gc.enable(); module.main(*map(int, sys.argv[3:]))"
-)
-"""Imports without the garbage collector, in which torch takes 0.3 s less: what they make stays."""
-
 
 class RankProcess:
     """Process of another rank. first: its first message, pickled. pages: a socket for bytes of pages."""
 
+    start: Callable[..., Process] = staticmethod(interpreter)
+
     def __init__(self, module: str, index: int, memory: int, first: Any) -> None:
         self.index = index
         self.channel, theirs = pair()
-        arguments = [str(Path(__file__).parents[2]), module, str(theirs.fileno()), str(memory)]
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), memory],
-            )
+            self.process = self.start(module, theirs.fileno(), memory)
         self.pages, their_pages = sockets.socketpair()
         with their_pages:
             self.channel.send(pickle.dumps(first), [their_pages.fileno()])

@@ -7,19 +7,17 @@ kernel enforces; an error ends that process alone. A fork takes milliseconds, a 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import mmap
 import os
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from unisono.sandbox.channel import ForkChannel, Gone, pair
+from unisono.sandbox.interpreter import Process, interpreter
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -36,6 +34,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 class Template:
     """A process that forks. module: its code, called as ``module.main(descriptor)``. first: its first message."""
 
+    start: Callable[..., Process] = staticmethod(interpreter)
+
     def __init__(self, module: str, first: Sequence[Any], patience: float | None = None) -> None:
         """patience: seconds that a fork may take, the first including the imports; then TimeoutError. None: no
         limit.
@@ -43,15 +43,8 @@ class Template:
         self._channel, theirs = pair()
         self._channel.socket.settimeout(patience)
         self._ready = False
-        code = "import sys; sys.path.insert(0, sys.argv[1]); from unisono.sandbox.forks import run; run(*sys.argv[2:])"
-        arguments = [str(Path(__file__).parents[2]), module, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code, *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **QUIET},
-            )
+            self._process = self.start(module, theirs.fileno(), environment={**os.environ, **QUIET})
         self._channel.send(list(first))
 
     def wait(self) -> None:
@@ -77,11 +70,6 @@ class Template:
 
 
 # ---- in the template --------------------------------------------------------------------------------
-
-
-def run(module: str, descriptor: str) -> None:
-    """Run the new process."""
-    importlib.import_module(module).main(int(descriptor))
 
 
 def serve(descriptor: int, begin: Callable[[list[Any]], Callable[[ForkChannel, Any], None]]) -> None:

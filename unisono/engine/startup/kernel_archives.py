@@ -160,11 +160,6 @@ def _write(out: Path, manifest: Manifest, contents: dict[str, bytes], modules: d
     return path
 
 
-def triton_directory(key: str) -> str:
-    """Return the name of a key's directory in Triton's cache. key: hexadecimal."""
-    return base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")
-
-
 def _hexadecimal(name: str) -> str:
     """Return the digest that names a directory of Triton's cache, in hexadecimal."""
     return base64.b32decode(name + "=" * (-len(name) % 8)).hex()
