@@ -12,7 +12,7 @@ from tests.drafters.make_heads import make_eagle3
 from tests.engine.gemma_pictures import make_gemma4, shapes
 from tests.engine.helpers import engine, mixed_params
 from tests.engine.pictures import run, vision_of
-from tests.models.make import GEMMA4_EXPERTS
+from tests.models.fields import GEMMA4_EXPERTS
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SpeculativeConfig
 

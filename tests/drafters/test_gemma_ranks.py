@@ -10,7 +10,8 @@ import pytest
 from tests.drafters.make_assistant import make_assistant
 from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine, mixed_params, prompts, tokens
-from tests.models.make import GEMMA4_EXPERTS, make_checkpoint
+from tests.models.fields import GEMMA4_EXPERTS
+from tests.models.make import make_checkpoint
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import SpeculativeConfig
 
