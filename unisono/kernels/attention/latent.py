@@ -137,8 +137,8 @@ def _dequantised_pages(
     slots = work[:, 0].unique().long()
     pages, places = page_table[slots, :columns].unique(return_inverse=True)
     found = dequantised(cache.view(torch.uint8)[pages].view(cache.dtype), scales[pages])
-    table = torch.zeros(len(page_table), columns, dtype=torch.int32)
-    table[slots] = places.int()
+    table = torch.zeros_like(page_table)
+    table[slots, :columns] = places.int()
     return torch.cat((found, turned[pages].float()), dim=-1), table
 
 
