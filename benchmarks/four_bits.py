@@ -1,6 +1,6 @@
 """Products of few rows with 4-bit weights on a GPU: the same bits as the plain product? µs by kernel and tile.
 
-    python -m benchmarks.four_bits [--kernels gluon shared triton] [--kinds nvfp4]
+    python -m benchmarks.four_bits [--kernels gluon triton] [--kinds nvfp4]
 
 Prints Markdown tables. *bits*: rows that differ, at 1, 16, 33 and 64 rows. *speed*: µs by tile beside the time in which
 the weight is read at 4.68 TB/s. Each kernel has a process and a limit of time of its own, so that one that hangs does
@@ -22,7 +22,7 @@ from multiprocessing import get_context
 import torch
 
 from benchmarks.experts import graph_us
-from unisono.kernels.gemm import int4, nvfp4, packed_gluon, packed_shared_gluon
+from unisono.kernels.gemm import int4, nvfp4, packed_gluon
 from unisono.kernels.gemm.linear import launch_linear
 from unisono.kernels.gemm.tile import Tile
 
@@ -48,19 +48,7 @@ GLUON = {
         Tile(64, 32, 128, 4, 5, registers=104),
     ],
 }
-SHARED = {
-    16: [
-        Tile(16, 32, 128, 12, 8, registers=104),
-        Tile(16, 32, 128, 16, 8, registers=96),
-        Tile(16, 64, 128, 16, 8, registers=96),
-        Tile(16, 64, 128, 12, 4, registers=72),
-    ],
-    64: [
-        Tile(64, 32, 128, 12, 6, registers=104),
-        Tile(64, 64, 128, 16, 6, registers=96),
-    ],
-}
-LIMITS = {"gluon": 60, "shared": 60, "triton": 60}
+LIMITS = {"gluon": 60, "triton": 60}
 
 
 def weight(kind: str, n: int, k: int, seed: int = 0) -> tuple:
@@ -79,13 +67,12 @@ def product(kernel: str, kind: str) -> Callable:
     """The product f(x, *operands, bias, residual, tile) of a kernel."""
     if kernel != "triton":
         group = () if kind != "nvfp4" else (packed_gluon.NVFP4_GROUP,)
-        launch = packed_gluon.launch_packed_rows if kernel == "gluon" else packed_shared_gluon.launch_packed_shared
-        return lambda x, *rest: launch(x, *rest[:-3], *group, *rest[-3:])
+        return lambda x, *rest: packed_gluon.launch_packed_rows(x, *rest[:-3], *group, *rest[-3:])
     return nvfp4.launch_nvfp4_linear if kind == "nvfp4" else int4.launch_int4_linear
 
 
 def tiles(kernel: str, rows: int) -> list[Tile | None]:
-    return {"triton": TRITON, "gluon": GLUON, "shared": SHARED}[kernel][16 if rows <= 16 else 64]
+    return {"triton": TRITON, "gluon": GLUON}[kernel][16 if rows <= 16 else 64]
 
 
 def warm(kernel: str, kind: str, tile: Tile | None, rows: int) -> str:

@@ -218,11 +218,6 @@ def four_scales(word: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype
     return list(scales.to(dtype).float().unbind(-1))
 
 
-def one_scale(bits: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``packed_decoding.e4m3_product``, as :func:`four_scales`."""
-    return (bits.to(torch.uint8).view(torch.float8_e4m3fn).float() * multiplier).to(dtype).float()
-
-
 def two_weights(byte: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """``packed_decoding.e2m1_products``; in bf16 the scale has a factor."""
     byte, factor = byte & 255, 2.0**-126 if dtype is torch.bfloat16 else 1.0
@@ -342,7 +337,7 @@ class Machine:
             "HALF": 32, "WIDTH": 128, "bits_as": lambda value, dtype: value.view(dtype),
             "masked": lambda bits, mask, base: ((bits & mask) | base).view(torch.float32),
             "product": torch.mul,
-            "e4m3_products": four_scales, "e4m3_product": one_scale,
+            "e4m3_products": four_scales,
             "e2m1_products": two_weights,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
             "scale_for": lambda largest: largest.clamp(min=1e-10) / 448.0,

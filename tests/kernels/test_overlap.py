@@ -29,7 +29,7 @@ def test_layer_kernels_are_declared_overlapped() -> None:
         "_conv_round_kernel", "_conv_prompt_kernel", "_conv_keep_kernel", "_prepare_kernel",
         "_round_kernel", "_walk_kernel", "walk_kernel", "_remember_chunk_kernel", "_gated_norm_kernel",
         "_quantize_kernel", "_fp8_linear_kernel", "fp8_rows_kernel", "_int4_linear_kernel", "_unpack_kernel",
-        "packed_rows_kernel", "packed_shared_kernel", "packed_experts_kernel",
+        "packed_rows_kernel", "packed_experts_kernel",
         "_fp8_gate_up_kernel", "_fp8_down_kernel", "_integer_gate_up_kernel", "_integer_down_kernel",
         "_mxfp4_gate_up_kernel", "_mxfp4_down_kernel", "_nvfp4_gate_up_kernel", "_nvfp4_down_kernel",
         "_nvfp4_linear_kernel", "_nvfp4_decode_kernel", "_int8_weight_kernel", "_int8_decode_kernel",

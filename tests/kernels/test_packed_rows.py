@@ -5,13 +5,12 @@ import torch
 
 from tests.kernels.gluon_threads import Descriptor, Machine, Number
 from unisono.kernels import hopper
-from unisono.kernels.gemm import fp8_gluon, packed_decoding, packed_gluon, packed_shared_gluon
+from unisono.kernels.gemm import fp8_gluon, packed_decoding, packed_gluon
 from unisono.kernels.gemm.int4 import exact_int4_rows, unpack_cpu
 from unisono.kernels.gemm.linear import launch_linear
 from unisono.kernels.gemm.nvfp4 import exact_nvfp4_rows, nvfp4_decode
 from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
 from unisono.kernels.gemm.packed_gluon import launch_packed_rows
-from unisono.kernels.gemm.packed_shared_gluon import launch_packed_shared
 from unisono.kernels.gemm.tile import Tile
 
 KINDS = ("int4", "int4 zeros", "nvfp4")
@@ -32,30 +31,22 @@ def decoded(operands: tuple, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float16) for kind in KINDS), ("nvfp4", torch.bfloat16)])
-@pytest.mark.parametrize(
-    ("module", "kernel", "outputs", "turns"),
-    [
-        *((packed_gluon, packed_gluon.packed_rows_kernel, *each) for each in ((64, 1), (64, 2), (32, 1), (32, 2))),
-        *((packed_shared_gluon, packed_shared_gluon.packed_shared_kernel, *each) for each in ((64, 3), (32, 2))),
-    ],
-)
-def test_programs_compute_the_product(kind, dtype, module, kernel, outputs, turns):
+@pytest.mark.parametrize(("outputs", "turns"), [(64, 1), (64, 2), (32, 1), (32, 2)])
+def test_programs_compute_the_product(kind, dtype, outputs, turns):
     """Stages are free before they are loaded, and groups of warps add up the pieces in turn."""
     rows, n, k = 19, 100, 1216  # the last tiles of both and the last piece are not full
     operands, x = weight_of(kind, n, k), torch.randn(rows, k).to(dtype)
     weight, scales, zeros, group = operands
     residual = torch.randn(rows, n).to(dtype)
-    shared = module is packed_shared_gluon
-    tile = Tile(16, outputs, 128, 4 * (turns + shared), 6 if shared else 4, registers=80)
+    tile = Tile(16, outputs, 128, 4 * turns, 4, registers=80)
     out = torch.full((rows, n), float("nan")).to(dtype)
-    words = kind == "nvfp4" and not shared
-    Machine((module, packed_decoding, fp8_gluon, hopper), (2, -(-n // outputs))).run(
-        kernel,
+    Machine((packed_gluon, packed_decoding, fp8_gluon, hopper), (2, -(-n // outputs))).run(
+        packed_gluon.packed_rows_kernel,
         x_desc=Descriptor(x, [tile.m, 64]), w_desc=Descriptor(weight, [outputs, 64]),
-        scales=(scales.view(torch.int32) if words else scales).view(-1),
+        scales=(scales.view(torch.int32) if kind == "nvfp4" else scales).view(-1),
         zeros=torch.zeros(1) if zeros is None else zeros, bias=out, residual=residual, out=out,
         M=rows, N=n, K=Number(k), GROUP=group, NVFP4=kind == "nvfp4", HAS_ZEROS=kind == "int4 zeros",
-        HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **module._sizes(tile),
+        HAS_BIAS=False, HAS_RESIDUAL=True, OVERLAP=True, **packed_gluon._sizes(tile),
     )  # fmt: skip
     want = (x.float() @ decoded(operands, dtype).float().t()).to(dtype) + residual
     error = 2e-3 if dtype is torch.float16 else 2e-2
@@ -74,9 +65,6 @@ def test_the_kernel_of_few_rows_has_the_plain_bits(size, kind, device):
         for outputs, turns in ((64, 1), (64, 2), (32, 1), (32, 2)):
             tile = Tile(16 if rows <= 16 else 64, outputs, 128, 4 * turns, 4, registers=104)
             assert torch.equal(launch_packed_rows(x, *operands, bias, residual[:rows], tile), want)
-        for outputs, turns in ((64, 2), (64, 3), (32, 2), (32, 3)):
-            tile = Tile(16 if rows <= 16 else 64, outputs, 128, 4 + 4 * turns, 6, registers=96)
-            assert torch.equal(launch_packed_shared(x, *operands, bias, residual[:rows], tile), want)
 
 
 @pytest.mark.parametrize("kernel", [exact_int4_rows, exact_nvfp4_rows])
@@ -85,15 +73,3 @@ def test_a_device_without_the_kernel_keeps_the_triton_one(kernel):
     operands += [] if kernel is exact_nvfp4_rows else [group]
     assert not kernel.same_bits(*operands, torch.bfloat16)
     assert kernel.prove(*operands, torch.bfloat16), "nothing to compare on a CPU"
-
-
-def test_groups_that_decode_need_stages():
-    with pytest.raises(ValueError, match="4 stages: 3 groups that decode need 6"):
-        packed_shared_gluon._sizes(Tile(16, 64, 128, 16, 4, registers=80))
-
-
-def test_products_of_few_outputs_would_decode_to_shared_memory(monkeypatch):
-    assert packed_shared_gluon.shared_tile(1, 4096) is None, "no GPU has run the kernel"
-    monkeypatch.setattr(packed_shared_gluon, "SERVED", True)
-    chosen = {each: packed_shared_gluon.shared_tile(*each) for each in ((1, 4096), (16, 6144), (64, 6144), (1, 24576))}
-    assert [tile and tile.n for tile in chosen.values()] == [32, 64, None, None]

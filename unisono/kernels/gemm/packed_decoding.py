@@ -25,22 +25,6 @@ SMALLER = gl.constexpr(256.0)
 RAISED = gl.constexpr(2.0**126 / SMALLER.value)
 """Factor of NVFP4 scales in bf16: see :func:`e2m1_products`, and SMALLER."""
 
-_SCALE = """
-{
-    .reg .b16 a, b;
-    .reg .b32 ab;
-    .reg .f32 f;
-    cvt.rn.f16x2.e4m3x2 ab, $1;
-    mov.b32 {a, b}, ab;
-    cvt.f32.f16 f, a;
-    mul.rn.f32 f, f, $2;
-    cvt.rn.DTYPE.f32 $0, f, f;
-}
-"""
-_SCALE_BF16 = gl.constexpr(_SCALE.replace("DTYPE", "bf16x2"))
-_SCALE_FP16 = gl.constexpr(_SCALE.replace("DTYPE", "f16x2"))
-
-# The same of the four numbers of a word; conversions take two.
 _SCALES = """
 {
     .reg .b16 low, high, a, b, c, d;
@@ -135,37 +119,6 @@ WORDS_32 = gl.constexpr(
 )
 
 
-CHUNKS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 32]], [[0, 16], [1, 0], [2, 0], [4, 0], [8, 0]], [[16, 0], [32, 0]], [],
-        [64, 64],
-    )
-)  # fmt: skip
-"""Bytes of a piece in chunks: a thread has 16 that follow each other in each half of an output."""
-
-CHUNKS_32 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 64]
-    )
-)
-"""The same of 32 outputs, 8 bytes in each half."""
-
-OF_CHUNKS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 4, 0]],
-        [[0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 8],
-    )
-)  # fmt: skip
-"""CHUNKS by output, group of 16 inputs and byte."""
-
-OF_CHUNKS_32 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 4, 0]],
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [], [32, 8, 8],
-    )
-)  # fmt: skip
-
-
 @gluon.jit
 def masked(bits, mask: gl.constexpr, base: gl.constexpr):
     """Compute ``bits & mask | base`` in one instruction, as fp32; the compiler makes two of it."""
@@ -173,13 +126,6 @@ def masked(bits, mask: gl.constexpr, base: gl.constexpr):
         "lop3.b32 $0, $1, $2, $3, 0xEA;", "=f,r,r,r",
         [bits, gl.full_like(bits, mask), gl.full_like(bits, base)], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def e4m3_product(bits, multiplier, DTYPE: gl.constexpr):
-    """Multiply e4m3 numbers, in the low bits of int16, round to DTYPE, return each twice, as an integer's halves."""
-    code: gl.constexpr = _SCALE_BF16 if gl.bfloat16 == DTYPE else _SCALE_FP16
-    return gl.inline_asm_elementwise(code, "=r,h,f", [bits, multiplier], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -37,7 +37,6 @@ from unisono.kernels.gemm.packed_decoding import (
     of_scales,
     valid_sums,
 )
-from unisono.kernels.gemm.packed_shared_gluon import launch_packed_shared, shared_tile
 from unisono.kernels.gemm.persistent import processors
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.hopper import block_barrier, next_stage, stage_barriers
@@ -299,8 +298,6 @@ def launch_packed_rows(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    if tile is None and (shared := shared_tile(rows, n)) is not None:
-        return launch_packed_shared(x, weight, scales, zeros, group, bias, residual, shared)
     tile, nvfp4 = tile or tile_of(rows, n), group == NVFP4_GROUP
     out = x.new_empty(rows, n)
     packed_rows_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
