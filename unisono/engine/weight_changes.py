@@ -149,7 +149,7 @@ def _changed(
     if isinstance(command, UpdateWeights):
         engine.sleep.directory = command.directory or engine.sleep.directory
     elif not command.draft:
-        engine.sleep.directory = None
+        engine.sleep.directory = None  # no directory has the pushed weights, so wake-up cannot read them again
     engine.weight_updates += 1
     engine.weight_version = str(engine.weight_updates) if version is None else version
     return {"weight_version": engine.weight_version, "recomputed_requests": recomputed, "freed_pages": freed}

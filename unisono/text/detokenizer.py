@@ -54,7 +54,7 @@ class Detokenizer:
         Any ``finish`` but RUNNING also releases held-back text.
 
         The last id of a delta that finishes with STOP is the stop token: it is counted, and part of the text only with
-        ``include_stop``.
+        ``include_stop_str_in_output``.
         """
         stopped = finish is FinishReason.STOP and not self._include_stop
         last = len(token_ids) - 1 if stopped else len(token_ids)

@@ -44,7 +44,7 @@ class Parser:
 
         calls: a tool parser reads the content.
         """
-        state = self.begins(prompt, prefix)
+        state = self.begins(prompt, prefix)  # the model may repeat an opening mark that the prompt has
         return Splitter(self, "begin" if self.opens and state == "thinking" else state, interrupts)
 
 

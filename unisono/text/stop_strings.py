@@ -62,7 +62,7 @@ class StopStrings:
         return state, None
 
     def begun(self, state: int) -> int:
-        """Characters at the text's end that may be the beginning of a string."""
+        """Number of characters at the text's end that may be the beginning of a string."""
         while state and not self._next[state]:  # a complete string that is no prefix of a longer one
             state = self._fallback[state]
         return self._depth[state]

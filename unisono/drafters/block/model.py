@@ -54,7 +54,8 @@ class BlockConfig:
     layer: a decoder config with the head's layers; ``vocab_size`` there is the target's.
     target_hidden: Ht.
     draft_vocab: V'.
-    aux_layers: the target's layers whose *inputs* are the context; the number of layers names the last one's output.
+    aux_layers: the target's layers whose *inputs* are the context; an id equal to the number of
+        layers means the last layer's output.
     block_size: tokens of a block in training, the last committed one included unless ``from_anchor``.
     mask_token: id of the mask token, in the target's vocabulary.
     causal: for each layer, True if a token of the block does not see those after it.

@@ -46,8 +46,8 @@ class DraftConfig:
     target_hidden: Ht.
     draft_vocab: V'.
     fc_bias, input_norm: EAGLE-1: fc has a bias; the layer has a norm on its input (the original has none).
-    aux_layers: EAGLE-3: the target's layers whose *inputs* the head reads; the number of layers names the last one's
-        output.
+    aux_layers: EAGLE-3: the target's layers whose *inputs* the head reads; an id equal to the number
+        of layers means the last layer's output.
     norm_before_residual: the residual is the normed hidden state.
     norm_before_fc: one norm over the whole input of fc.
     fc_norm: one norm per layer's part of the input of fc.

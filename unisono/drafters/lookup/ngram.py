@@ -60,7 +60,7 @@ class NgramDrafter:
 
     def bind(self, context: DrafterContext) -> None:
         self._slots = context.slots
-        self._scratch = lookup_scratch(context.slots.history.shape[0], 1, context.device)
+        self._scratch = lookup_scratch(context.slots.history.shape[0], voters=1, device=context.device)
         self.shared = SharedTexts(self.shared_tokens, context)
 
     def state_specs(self) -> Tree:

@@ -34,8 +34,8 @@ HYSTERESIS = 0.005
 """Least relative gain for which the number of drafts changes."""
 
 PROBE_SHARE, PROBE_PAUSE = 0.003, 16
-"""Fraction of the time for rounds with more drafts than seem best, and the least number of rounds between two of them.
-"""
+"""Share of the time for rounds with another number of drafts than seems best, and the least number of rounds between
+two of them."""
 
 PAYBACK_ROUNDS = 64
 """Rounds within which resuming has to pay for the drafter's catch-up."""
@@ -109,8 +109,10 @@ class AcceptanceEstimate:
 
     @staticmethod
     def _moved(shared: np.ndarray, tried: np.ndarray, taken: np.ndarray) -> np.ndarray:
-        """Return the shared rates [K] as they are expected of each request [R, K]: its log-odds over all positions, and
-        theirs, differ by as much at each.
+        """Return [R, K]: the shared rates [K], shifted in log-odds for each request.
+
+        The shift is the difference between the request's acceptance over all its positions and the shared acceptance
+        over the same positions.
         """
         trials = tried.sum(1) + OWN_TRIALS
         usual = (tried @ shared + OWN_TRIALS * shared[0]) / trials
@@ -156,7 +158,8 @@ class _Level:
     def expected(self, drafts: int) -> float:
         """Time beyond padding of rounds with this number of drafts: measured, or the least that others allow for.
 
-        It is no less than that of fewer drafts, and for fewer drafts it shrinks as the tokens do at most.
+        This is a lower bound: the time of the next smaller measured number, or that of the next larger one times
+        ``(1 + drafts) / (1 + larger)`` if that is more.
         """
         if drafts in self.beyond:
             return self.beyond[drafts]
@@ -181,8 +184,8 @@ class RoundCosts:
 
     Real rounds take longer because they read the keys and values of real texts, which is the same for any number of
     drafts, and because products of real numbers take more power than of zeros, which grows with the tokens. How much
-    either is shows only where rounds with two numbers of drafts were measured. A number that was not is expected to
-    take the least that is possible (:meth:`_Level.expected`): if it would then be best, it is tried, and measured. If
+    either is shows only where rounds with two numbers of drafts were measured. A number that was not measured is
+    assumed to take the least possible time (:meth:`_Level.expected`): if it would then be best, it is tried. If
     the time changes while the number of drafts does not, the texts are others, and all numbers change alike.
     """
 
@@ -249,7 +252,7 @@ class AdaptiveK:
         self.drafts = self.choices[-1]
         self._budget = 0.0  # milliseconds that probes may cost
         self._since_probe = 0
-        self._rung = 0  # the larger number to probe next
+        self._rung = 0  # probes so far; selects the next number to probe
 
     def choose(
         self,
@@ -288,7 +291,7 @@ class AdaptiveK:
         return best
 
     def _probe(self, rate: dict[int, float], ms: dict[int, float], tokens: np.ndarray, catch_up_ms: float) -> int:
-        """From time to time, return more drafts than seem best: an untried position would never be measured."""
+        """From time to time, return another number of drafts than seems best: otherwise it would never be measured."""
         best = self.drafts
         others = [k for k in rate if k > best or (self.down and k == min(ms) < best)]
         self._since_probe += 1

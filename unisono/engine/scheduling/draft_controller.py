@@ -1,8 +1,8 @@
 """Draft controller: chooses the number of drafts of each round and schedules catch-up passes of paused drafters.
 
 The scheduler asks it for the drafts of each round that it has composed. One number serves all rows of a round; a row
-has fewer by ``max_drafts`` and its remaining length (``Progress.most_drafts``, ``limit_drafts``), or by
-``share_drafts`` if requests share drafts. Owns the bookkeeping of paused drafters
+has fewer if its ``max_drafts`` or its remaining length is smaller (``Progress.most_drafts``, ``limit_drafts``), or if
+requests share drafts (``share_drafts``). Owns the bookkeeping of paused drafters
 (*pending* tokens of each sequence, ``Progress.unobserved``) and feeds :mod:`unisono.engine.scheduling.adaptive` with
 the results and times of rounds.
 """

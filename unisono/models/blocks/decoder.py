@@ -85,9 +85,10 @@ class Decoder(nn.Module):
         state: state of each layer, in the form of :meth:`state_specs`.
         aux_layers: layers whose inputs are returned; the number of layers denotes the last one's output, which is not
             allowed together with last tokens.
-        overriding: embeddings that replace those of some token ids, and their additions after the first layers. Returns
-            hidden [T, H], or [E, H] for ``context.last_tokens``; and the concatenated inputs of ``aux_layers`` [T,
-            len(aux_layers) · H], or None.
+        overriding: embeddings that replace those of some token ids, and their additions after the first layers.
+
+        Returns hidden [T, H], or [E, H] for ``context.last_tokens``; and the concatenated inputs of ``aux_layers`` [T,
+        len(aux_layers) · H], or None.
         """
         x = merged(self.embed(token_ids), overriding)
         if self.input_tables is not None:

@@ -119,7 +119,8 @@ class AttentionSpec:
     scale: of scores; None: head_dim ** -0.5.
     soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: no cap.
     sink: each head has a learnt logit in the softmax's denominator.
-    output_gate: q_proj yields the query and then a gate for each head, whose sigmoid scales the head's output.
+    output_gate: q_proj yields, head after head, its query [D] and its gate [D]; sigmoid(gate) scales the head's output
+        element by element.
     qk_norm: RMSNorm over each query and key head. norm_weights: a checkpoint has weights of it; otherwise they are 1.
     joint_qk_norm: RMSNorm over all query heads, and over all key heads (MiniMax-M2); ranks gather them before it.
     v_norm: RMSNorm over each value head, without a weight.
@@ -127,7 +128,7 @@ class AttentionSpec:
     input_size: elements of a token that it reads; None: H.
     both_ways: tokens of a picture see each other in both directions (``AttentionInputs.until``).
     whole_text: a token sees later ones, too: the whole text, or a window that reaches as far ahead as back.
-    steps: further steps between the projection and the cache; None: none.
+    steps: clipping, LayerNorm of heads or growth of queries (``head_steps.py``); None: none.
 
     Raises CheckpointError for values that cannot be computed.
     """

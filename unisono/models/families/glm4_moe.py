@@ -52,6 +52,7 @@ def sigmoid_experts(hf_config: Any, num_experts: int) -> ExpertsSpec:
         normalize=hf_config.norm_topk_prob,
         activation=hf_config.hidden_act,
         scores=RouterScores(
+            sigmoid=True,
             correction=True,
             groups=hf_config.n_group or 1,
             top_groups=hf_config.topk_group or 1,
