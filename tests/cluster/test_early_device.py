@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unisono.cluster.early_device import begin_device
+from unisono.cluster.early_device import start_cuda_context
 
 
 class Driver:
@@ -48,7 +48,7 @@ def test_a_flag_retains_the_context_of_its_gpu(
     device: str, driver: Driver, calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else SimpleNamespace())
-    thread = begin_device(device)
+    thread = start_cuda_context(device)
     if thread is not None:
         thread.join(10)
     assert driver.calls == calls
@@ -59,7 +59,7 @@ def test_machines_without_a_driver_go_on(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    thread = begin_device("auto")
+    thread = start_cuda_context("auto")
     assert thread is not None
     thread.join(10)
     assert not thread.is_alive()

@@ -16,7 +16,7 @@ from unisono.config import EngineConfig, Hardware, resolve
 from unisono.config.catalog import bundled
 from unisono.distributed import cuda_driver
 from unisono.engine.startup import start_notes
-from unisono.engine.startup.memory import PeakGrowth, peak_bytes
+from unisono.engine.startup.memory import LIBRARY_BYTES, peak_bytes
 from unisono.engine.startup.start_notes import StartNotes, shape_files
 from unisono.graphs.cost import PassCost
 from unisono.kernels.proofs import EXACT_KERNELS, ExactKernel, remembering, results
@@ -160,17 +160,17 @@ def test_costs_are_of_one_configuration(machine: dict[str, Any], kernel: Any) ->
 def test_a_second_start_knows_the_memory_of_the_largest_pass(
     machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, growth = notes(), PeakGrowth(3 << 30, 5 << 20)
-    assert first.growth_known is None
-    first.save_growth(growth)
-    assert notes().growth_known == growth
+    first, allocated = notes(), 3 << 30
+    assert first.allocated_known is None
+    first.save_allocated(allocated)
+    assert notes().allocated_known == allocated
     assert "the largest pass's memory" in notes().decision()[1]
-    assert notes(max_num_seqs=3).growth_known is None
-    assert notes(ranks=2).growth_known is None, "ranks compare theirs"
-    for text in ('{"allocated": 3}', "[]", '{"allocated": "much", "beside": 1}'):
+    assert notes(max_num_seqs=3).allocated_known is None
+    assert notes(ranks=2).allocated_known is None, "ranks compare theirs"
+    for text in ('{"allocated": -3}', "[]", '{"allocated": "much"}'):
         assert first.memory is not None
         first.memory.write_text(text)
-        assert notes().growth_known is None
+        assert notes().allocated_known is None
 
 
 class Memory:
@@ -193,14 +193,14 @@ class Memory:
         self.free, self.reserved = self.free + self.reserved - 10, 10
 
 
-def test_known_growth_of_memory_needs_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_allocations_need_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(monkeypatch)
     monkeypatch.setattr("unisono.engine.startup.memory.Buffers", lambda *args: None)
     passes: Any = [(SimpleNamespace(schema=None, run=memory.run), None)]
-    used, growth = peak_bytes(passes, torch.device("cpu"))
-    assert (used, growth) == (40 + 29, PeakGrowth(25, 4))
+    used, allocated = peak_bytes(passes, torch.device("cpu"))
+    assert (used, allocated) == (40 + 29, 25), "libraries take 4, which are not kept"
     again = Memory(monkeypatch)
-    assert peak_bytes(passes, torch.device("cpu"), growth) == (used, growth)
+    assert peak_bytes(passes, torch.device("cpu"), allocated) == (40 + 25 + LIBRARY_BYTES, 25)
     assert (memory.passes, again.passes) == (1, 0)
 
 

@@ -7,6 +7,7 @@ import pytest
 from unisono.kv.pages import OutOfPages
 from unisono.kv.rank_pages import RankPools, page_pool
 from unisono.kv.specs import PAGE_SIZE
+from unisono.types import ConfigError
 
 
 def test_a_hit_stays_on_its_rank_and_the_emptiest_gets_what_is_new() -> None:
@@ -29,6 +30,26 @@ def test_a_hit_stays_on_its_rank_and_the_emptiest_gets_what_is_new() -> None:
     assert pools.usage == 0
     assert pools.drop_cached() == 3
     pools.check_integrity()
+
+
+def test_a_full_rank_leaves_requests_with_its_prefix_to_others() -> None:
+    """A prefix that all requests share would otherwise hold them on one rank while the others are idle."""
+    pools = RankPools(24, 2)
+    shared = list(range(PAGE_SIZE))
+    held = []
+    for number in range(5):
+        tokens = [*shared, *[100 + number] * (2 * PAGE_SIZE)]
+        pages = pools.open(tokens)
+        pages.reserve(len(tokens))
+        pages.commit(tokens)
+        held.append(pages)
+    assert {page.pool for page in held} == set(pools.pools)
+    pools.check_integrity()
+
+
+def test_windows_are_refused_among_ranks() -> None:
+    with pytest.raises(ConfigError, match="--enable-dp-attention: the drafter has layers with a window"):
+        page_pool(8, 2, {16: 4}, None, True, None)
 
 
 def test_a_rank_lends_no_pages() -> None:

@@ -14,7 +14,7 @@ def pack_kernels(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the archives, for UNISONO_KERNELS.")],
     cache: Annotated[Path | None, typer.Option(help="Triton's cache; default: that of starts on this machine.")] = None,
 ) -> None:
-    """Pack the kernels that starts on this machine compiled, for empty starts elsewhere."""
+    """Archive the compiled kernels of Triton's cache, so that other machines start without compiling."""
     from triton import knobs
 
     from unisono import __version__

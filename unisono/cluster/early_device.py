@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 
-def begin_device(device: str) -> threading.Thread | None:
+def start_cuda_context(device: str) -> threading.Thread | None:
     """Create the context of a GPU in a thread: it takes 0.2 to 0.4 s without the GIL, and torch then finds it there.
 
     device: the engine's flag, ``auto``, ``cuda`` or ``cuda:1``; None for another, which needs no GPU. Any error is

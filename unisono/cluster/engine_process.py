@@ -23,7 +23,7 @@ import zmq
 
 from unisono.cluster import curve, heartbeat, ipc
 from unisono.cluster.commands import CommandError, OperatorCommands
-from unisono.cluster.early_device import begin_device
+from unisono.cluster.early_device import start_cuda_context
 from unisono.cluster.heap import freeze_heap, uncollected
 from unisono.cluster.ledger import Ledger
 from unisono.engine.loop import EngineLike, EngineLoop
@@ -60,7 +60,7 @@ def main(address: str, factory: str, config: Any, heartbeats: str | None = None,
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if heartbeats is not None:
         heartbeat.answer(heartbeats, key)
-    begin_device(str(getattr(config, "device", "")))
+    start_cuda_context(str(getattr(config, "device", "")))
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)

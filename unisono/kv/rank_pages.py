@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from unisono.kv.offload.offloader import Offload
-from unisono.kv.pages import PagePool, Reservation
+from unisono.kv.pages import PagePool, Reservation, pages_for
 from unisono.kv.prefix_tree import Token
+from unisono.types import ConfigError
 
 
 class RankPools(PagePool):
@@ -27,13 +28,14 @@ class RankPools(PagePool):
         return self._pools
 
     def open(self, tokens: Sequence[Token], quotas: Mapping[int, int] | None = None) -> Reservation:
-        """Open a reservation on the rank with the longest cached prefix; of several, on that with the most pages
-        available.
+        """Open a reservation on the rank with the longest cached prefix among those that have room for the tokens, a
+        page for each of their requests included; of several, on that with the most pages available.
         """
 
-        def rank(pool: PagePool) -> tuple[int, int]:
+        def rank(pool: PagePool) -> tuple[bool, int, int]:
             cached = len(pool.tree.match(tokens[: len(tokens) - 1])) if self.hits else 0
-            return cached, pool.available
+            fits = pages_for(len(tokens) + 1) - cached + len(pool.open_reservations) <= pool.available
+            return fits, cached if fits else 0, pool.available
 
         return max(self.pools, key=rank).open(tokens, quotas)
 
@@ -65,7 +67,15 @@ class RankPools(PagePool):
 def page_pool(
     num_pages: int, ranks: int, windows: Mapping[int, int], snapshots: int | None, hits: bool, offload: Offload | None
 ) -> PagePool:
-    """Make the pool of an engine whose pages are divided among ``ranks``; the other arguments are a PagePool's."""
+    """Make the pool of an engine whose pages are divided among ``ranks``; the other arguments are a PagePool's.
+
+    Raises ConfigError for windows, snapshots or an offload with several ranks.
+    """
     if ranks > 1:
+        if windows or snapshots is not None or offload is not None:
+            raise ConfigError(
+                "--enable-dp-attention: the drafter has layers with a window or a recurrence; use another one, or "
+                "leave the flag out."
+            )
         return RankPools(num_pages, ranks, hits)
     return PagePool(num_pages, windows, snapshots, hits, offload)

@@ -101,14 +101,14 @@ class DraftController:
         if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # rounds that the host reads have no widths in between
         if drafts != work.drafts or drafts < self._runner.choices[-1]:
-            work = replace(work, drafts=drafts, fewer=self._why_fewer(work, drafts))
+            work = replace(work, drafts=drafts, fewer=self._why_fewer(work, drafts, fixed))
         work = self._shared(self._with_catch_up(self._forced.added(work) if work.reads_drafts else work))
         self.rounds[work.drafts] += 1
         self._launched = work
         return work
 
-    def _why_fewer(self, work: Round, drafts: int) -> FewerDrafts:
-        """The reason why a round has this number of drafts; NONE for k."""
+    def _why_fewer(self, work: Round, drafts: int, fixed: int | None) -> FewerDrafts:
+        """The reason why a round has this number of drafts; NONE for k. fixed: the number of a postponed round."""
         most = self._runner.choices[-1]
         if drafts >= most:
             return FewerDrafts.NONE
@@ -117,7 +117,8 @@ class DraftController:
         policy = self._reading_policy if work.reads_drafts else self.policy
         if self.padding_ms(len(work.rows), most) is None:
             return FewerDrafts.NO_GRAPH
-        return FewerDrafts.COST if drafts == policy.drafts else FewerDrafts.PROBE
+        probes = fixed is None and drafts != policy.drafts
+        return FewerDrafts.PROBE if probes else FewerDrafts.COST
 
     def _shared(self, work: Round) -> Round:
         """Return the round with the rates by which its requests share drafts, if they do."""

@@ -17,6 +17,9 @@ from unisono.types import ConfigError
 GPU_SLACK = 1 << 29
 """Bytes of a GPU that are left to the allocator, beside the budget for graphs."""
 
+LIBRARY_BYTES = 256 << 20
+"""Bytes of a GPU that CUDA's libraries take in a first pass, where none is run to measure them."""
+
 CPU_KV_BYTES = 1 << 30
 """Largest KV cache on a CPU, in bytes: enough for the bundled models."""
 
@@ -137,35 +140,29 @@ def _within_context(config: ResolvedConfig, pages: int, why: str) -> ResolvedCon
     return config.decide("max_model_len", capacity, reason, max_model_len=capacity)
 
 
-@dataclass(frozen=True)
-class PeakGrowth:
-    """Growth of a GPU's memory in the largest pass, in bytes.
-
-    allocated: of torch's allocator, freed after the pass. beside: of CUDA and its libraries at their first use, kept.
-    """
-
-    allocated: int
-    beside: int
-
-
 def peak_bytes(
-    passes: Sequence[tuple[Program, PassShape]], device: torch.device, known: PeakGrowth | None = None
-) -> tuple[int, PeakGrowth]:
-    """Return the bytes of the GPU in use at the peak of the largest of these passes, and their growth within it.
+    passes: Sequence[tuple[Program, PassShape]], device: torch.device, known: int | None = None
+) -> tuple[int, int]:
+    """Return the bytes of the GPU in use at the peak of the largest of these passes, and what torch allocated in it.
 
     Memory of other processes counts. The passes run on padding tokens: they compute everything but attention, which
-    keeps no activations. known: the growth that an earlier start measured; then no pass runs.
+    keeps no activations. known: the bytes that torch allocated in an earlier start; then no pass runs, and libraries
+    that the first pass would load are assumed to take LIBRARY_BYTES. Only torch's own bytes may be kept for later
+    starts: the rest of a GPU's memory changes with other processes.
     """
     torch.cuda.synchronize()
     gc.collect()  # reserved by an earlier engine of this process
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    growth = _growth(passes, device, free) if known is None else known
-    return total - free + growth.allocated + growth.beside, growth
+    allocated, beside = _growth(passes, device, free) if known is None else (known, LIBRARY_BYTES)
+    return total - free + allocated + max(0, beside), allocated
 
 
-def _growth(passes: Sequence[tuple[Program, PassShape]], device: torch.device, free: int) -> PeakGrowth:
-    """Run the passes. free: bytes of the GPU that were free before."""
+def _growth(passes: Sequence[tuple[Program, PassShape]], device: torch.device, free: int) -> tuple[int, int]:
+    """Run the passes; free: bytes of the GPU that were free before.
+
+    Return the bytes of torch's allocator, freed after the passes, and those of CUDA and its libraries, which stay.
+    """
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     for program, shape in passes:
@@ -175,7 +172,7 @@ def _growth(passes: Sequence[tuple[Program, PassShape]], device: torch.device, f
     allocated = max(0, torch.cuda.max_memory_reserved() - before)
     gc.collect()
     torch.cuda.empty_cache()
-    return PeakGrowth(allocated, beside)
+    return allocated, beside
 
 
 def with_graph_bytes(config: ResolvedConfig, default: int, why: str) -> ResolvedConfig:

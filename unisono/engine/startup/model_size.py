@@ -190,7 +190,7 @@ def fitting_sizes(
 def fitting_drafts(
     config: ResolvedConfig, weights: int, drafter: int, model: Decoder, hardware: Hardware
 ) -> tuple[ResolvedConfig, int]:
-    """Leave the fp8 copy of the LM head away by default, where it takes COPY_SHARE of what weights leave.
+    """Turn the fp8 copy of the LM head off by default where it takes more than COPY_SHARE of what weights leave.
 
     weights, drafter: bytes of the target and of its drafter with the copy. Returns the drafter's bytes, too.
     """
@@ -199,7 +199,7 @@ def fitting_drafts(
         return config, drafter
     copied = copied_head_bytes("auto", model.lm_head, _multiplies_e4m3(hardware))
     left = left_of(config, weights + drafter - copied, hardware.total_bytes)
-    if copied <= COPY_SHARE * left:
+    if not copied or copied <= COPY_SHARE * left:
         return config, drafter
     spec = replace(spec, options={**spec.options, "draft_quantization": "none"})
     reason = f"an fp8 copy of the LM head takes {copied >> 20} MiB, and weights leave {left >> 20} MiB"
@@ -219,7 +219,7 @@ def _lowered(config: ResolvedConfig, name: str, value: int, reason: str) -> Reso
 
 
 def with_fitting_sizes(config: ResolvedConfig, checkpoint: Checkpoint) -> ResolvedConfig:
-    """:func:`fitting_sizes` on the GPU of an engine; the configuration on a CPU, and on a large GPU if all attends."""
+    """Apply :func:`fitting_sizes` on a GPU; on a large one only for models with other layers than plain attention."""
     requested = config.requested
     if config.device.type != "cuda":
         return config

@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +26,6 @@ import triton
 from unisono.config import ResolvedConfig, catalog, env
 from unisono.config.checkpoint_files import CONFIG
 from unisono.distributed import cuda_driver
-from unisono.engine.startup.memory import PeakGrowth
 from unisono.graphs.cost import PassCost
 from unisono.kernels import proofs
 
@@ -44,8 +43,8 @@ UNRELATED = {env.CACHE.name, env.START_NOTES.name, env.API_KEY.name, env.TRANSFE
 class StartNotes:
     """Notes of one start. proofs, costs, memory: files; None: nothing is read or written.
 
-    known: results of earlier proofs, by kernel and key. costs_known: costs of passes, by their buckets. growth_known:
-    growth of memory in the largest pass; None: not known.
+    known: results of earlier proofs, by kernel and key. costs_known: costs of passes, by their buckets.
+    allocated_known: bytes that torch allocated in the largest pass; None: not known.
     """
 
     proofs: Path | None = None
@@ -53,7 +52,7 @@ class StartNotes:
     memory: Path | None = None
     known: Mapping[str, bool] = field(default_factory=dict)
     costs_known: dict[str, PassCost] = field(default_factory=dict)
-    growth_known: PeakGrowth | None = None
+    allocated_known: int | None = None
 
     @classmethod
     def of(cls, config: ResolvedConfig, files: Iterable[Path], ranks: int) -> StartNotes:
@@ -77,7 +76,7 @@ class StartNotes:
             directory / f"memory-{whole}.json" if alone else None,
         )
         found.known = {name: bool(same) for name, same in _read(found.proofs).items()}
-        found.growth_known = _growth(_read(found.memory))
+        found.allocated_known = _allocated(_read(found.memory))
         try:
             found.costs_known = {name: _cost(each) for name, each in _read(found.costs).items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -93,10 +92,10 @@ class StartNotes:
         if self.proofs is not None and (results := {**self.known, **proofs.results()}) != self.known:
             _write(self.proofs, results)
 
-    def save_growth(self, growth: PeakGrowth) -> None:
-        """Write the growth of memory in the largest pass, unless it was known."""
-        if self.memory is not None and growth != self.growth_known:
-            _write(self.memory, asdict(growth))
+    def save_allocated(self, allocated: int) -> None:
+        """Write the bytes that torch allocated in the largest pass, unless they were known."""
+        if self.memory is not None and allocated != self.allocated_known:
+            _write(self.memory, {"allocated": allocated})
 
     def save(self, costs: Mapping[str, PassCost]) -> None:
         """Write the costs that were measured, unless all were known."""
@@ -106,7 +105,7 @@ class StartNotes:
     def decision(self) -> tuple[str, str, str]:
         """(name, value, reason) for ``explain``."""
         value = f"{len(self.known)} proofs and {len(self.costs_known)} costs of passes of earlier starts"
-        value += "" if self.growth_known is None else ", and the largest pass's memory"
+        value += "" if self.allocated_known is None else ", and the largest pass's memory"
         return "start notes", value, "for this GPU, driver, versions, sources and settings; UNISONO_START_NOTES=0: none"
 
 
@@ -154,10 +153,10 @@ def _cost(stored: Mapping[str, Any]) -> PassCost:
     return PassCost(**{**stored, "points": tuple((int(rows), float(ms)) for rows, ms in stored["points"])})
 
 
-def _growth(stored: Mapping[str, Any]) -> PeakGrowth | None:
-    """The growth of memory in a file's notes; None for notes of another form."""
-    numbers = [stored.get(each.name) for each in fields(PeakGrowth)]
-    return PeakGrowth(*numbers) if all(isinstance(number, int) for number in numbers) else None  # type: ignore[arg-type]
+def _allocated(stored: Mapping[str, Any]) -> int | None:
+    """The bytes in a file's notes; None for notes of another form."""
+    found = stored.get("allocated")
+    return found if isinstance(found, int) and found >= 0 else None
 
 
 def _read(file: Path | None) -> dict[str, Any]:

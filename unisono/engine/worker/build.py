@@ -469,8 +469,8 @@ class Build:
 
         def measure() -> int:
             largest = self._largest(self._programs())
-            used, growth = peak_bytes(largest, config.device, self._notes.growth_known)
-            self._notes.save_growth(growth)
+            used, allocated = peak_bytes(largest, config.device, self._notes.allocated_known)
+            self._notes.save_allocated(allocated)
             peaks: list[int] = self._group.exchange(used)
             return max(peaks)
 

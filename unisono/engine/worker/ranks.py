@@ -49,6 +49,10 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
             f"(--tensor-parallel-size {count})."
         )
     together = count > 1
+    if not together and (requested.enable_dp_attention or requested.expert_placement):
+        raise ConfigError(
+            "--enable-dp-attention and --expert-placement divide a model among GPUs: give --tensor-parallel-size."
+        )
     if requested.expert_placement and not requested.enable_expert_parallel:
         raise ConfigError("--expert-placement places whole experts: add --enable-expert-parallel.")
     if requested.enable_dp_attention:
@@ -64,7 +68,7 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
 
 
 def _check_by_requests(config: ResolvedConfig, model: DecoderConfig) -> None:
-    """Raise ConfigError if requests' pages cannot be on one rank each."""
+    """Raise ConfigError for options that --enable-dp-attention does not support."""
     requested, spec = config.requested, config.speculative
     if not all(isinstance(layer.mixer, LatentSpec) for layer in model.layers):
         raise ConfigError(
@@ -81,9 +85,9 @@ def _check_by_requests(config: ResolvedConfig, model: DecoderConfig) -> None:
         "--enable-lora": requested.enable_lora,
         "draft trees": spec is not None and spec.paths,
     }
-    for what, asked in refused.items():
-        if asked:
-            raise ConfigError(f"--enable-dp-attention cannot be combined with {what} yet: leave one of them out.")
+    for option, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"--enable-dp-attention cannot be combined with {option} yet: leave one of them out.")
 
 
 class Team:

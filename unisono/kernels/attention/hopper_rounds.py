@@ -30,7 +30,7 @@ MOST_ROWS = 32
 """Maximum rows of a tile: more would not fit into registers."""
 
 WIDE_ROWS = {256: 32, 512: 16}
-"""The same of a program for wide heads, by their size. Two programs share a tile of twice as many (SHARED_TILES)."""
+"""Maximum rows of one program for wide heads, by head size; two programs may share a tile of twice as many."""
 
 SHARED_TILES = 66
 """Most tiles × KV heads of a pass whose tiles two programs share, each of which reads all keys: one program for each

@@ -90,7 +90,7 @@ BYTES_32 = gl.constexpr(
         [[0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 64]
     )
 )
-"""The same of 32 outputs: a warp has eight, every other eight rows of the left operand."""
+"""Layout of a piece's bytes with 32 outputs: each warp has eight, in every other eight rows of the left operand."""
 
 BY_GROUP = gl.constexpr(
     gl.DistributedLinearLayout(

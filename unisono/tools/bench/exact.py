@@ -208,8 +208,10 @@ def _modes(llm: Any, chunk: int, prompts: list[list[int]]) -> dict[str, _Mode]:
                     each.release()
 
         scheduler._grow = grow_without_pages
-        yield
-        del scheduler._grow
+        try:
+            yield
+        finally:
+            del scheduler._grow
 
     in_chunks = lambda: changed(scheduler.budget, "most", chunk)  # noqa: E731
     without_graphs = lambda: changed(planner, "enabled", False)  # noqa: E731
