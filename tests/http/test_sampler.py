@@ -90,8 +90,11 @@ def test_deltas_that_pile_up_keep_everything() -> None:
     for data in (b"ab", b"cd"):
         delta.absorb(TokenDelta("r", [8], routed_experts=ExpertIds("uint8", 1, 2, data)))
     assert delta.routed_experts == ExpertIds("uint8", 1, 2, b"abcd")
+    delta = TokenDelta("r", [7], fewer=2)
+    delta.absorb(TokenDelta("r", [8]))
+    assert delta.fewer_drafts == [2, 0]
     fields = list(TokenDelta.__struct_fields__)
-    assert len(fields) == 17, "a new field: does absorb() merge it?"
+    assert len(fields) == 19, "a new field: does absorb() merge it?"
 
 
 def test_streamed_logprobs_are_the_whole_ones(server: Server) -> None:

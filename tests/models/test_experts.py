@@ -17,7 +17,7 @@ from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
 from unisono.kernels.moe.plan import LEAD_PAIRS
 from unisono.layers.experts import expert_counts, products_per_token
-from unisono.layers.formats.base import Plain, Share, Slice
+from unisono.layers.formats.base import Plain, Share, Slices
 from unisono.layers.formats.experts import PLAIN_EXPERTS, PlainExperts, expert_format
 from unisono.layers.norm import RMSNorm
 from unisono.models.blocks.experts import ExpertsSpec
@@ -103,7 +103,7 @@ def test_a_rank_reads_its_experts_only():
     part = type(stack)(8, HIDDEN, {"gate": 4, "up": 4}, True, torch.float32, "cpu", PLAIN_EXPERTS, Share(1, 4))
     assert part.weight.shape == (3, 8, HIDDEN)
     ((_, fused),) = part.fused()
-    assert (fused.shape, fused.part, fused.parameter.shape) == ((8, 8, HIDDEN), Slice(0, 2, 4), (2, 8, HIDDEN))
+    assert (fused.shape, fused.part, fused.parameter.shape) == ((8, 8, HIDDEN), Slices(0, ((2, 4),)), (2, 8, HIDDEN))
     assert {expert for expert, *_ in part.single()} == {2, 3}
 
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.http import pictures_ as pics
-from tests.http.conftest import Server, in_one_try, until
+from tests.http.conftest import Server, Start, in_one_try, until
 from tests.http.media.requests_ import CAT, CHAT, ask, frame_urls
 from tests.http.pictures_ import data_url, part, text
 from unisono.http.errors import ApiError
@@ -240,7 +240,7 @@ def test_requests_run_while_media_hosts_are_slow(sees: Server, host: str) -> Non
     in_one_try(check)
 
 
-def test_workers_end_with_the_server(strict: Server) -> None:
+def test_workers_end_with_the_server(directory: Path, start: Start) -> None:
     """The processes that decode leave with the server, even when it is killed."""
 
     def named(pid: int) -> str:
@@ -251,10 +251,11 @@ def test_workers_end_with_the_server(strict: Server) -> None:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if Path(f"/proc/{pid}").exists() else []
         return [int(one) for one in found]
 
-    assert ask(strict, part(data_url(CAT))).status_code == 200
-    below = [one for child in children(strict.process.pid) for one in (child, *children(child))]
+    server = start(directory, fresh=True, vision=pics.vision())
+    assert ask(server, part(data_url(CAT))).status_code == 200
+    below = [one for child in children(server.process.pid) for one in (child, *children(child))]
     assert sum("unisono.media.worker" in named(one) for one in below) >= 2
-    strict.kill()
+    server.kill()
     until(lambda: not any(named(one) for one in below))
 
 

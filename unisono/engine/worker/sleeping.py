@@ -6,6 +6,7 @@ level 1 leaves the weights where they are, which is host memory.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -199,9 +200,8 @@ def _tensors_in(storages: Iterable[int], device: torch.device) -> dict[int, list
     found: dict[int, list[torch.Tensor]] = {address: [] for address in storages}
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and each.layout is torch.strided and each.device.type == device.type:
-            address = each.untyped_storage().data_ptr()
-            if address in found:
-                found[address].append(each)
+            with contextlib.suppress(RuntimeError):  # a fake tensor (torch.compile's) has no memory
+                found.get(each.untyped_storage().data_ptr(), []).append(each)
     return found
 
 
