@@ -119,8 +119,7 @@ class AttentionSpec:
     scale: of scores; None: head_dim ** -0.5.
     soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: no cap.
     sink: each head has a learnt logit in the softmax's denominator.
-    output_gate: q_proj yields, head after head, its query [D] and its gate [D]; sigmoid(gate) scales the head's output
-        element by element.
+    output_gate: q_proj yields each head's query [D] and gate [D] in turn; the head's output is times sigmoid(gate).
     qk_norm: RMSNorm over each query and key head. norm_weights: a checkpoint has weights of it; otherwise they are 1.
     joint_qk_norm: RMSNorm over all query heads, and over all key heads (MiniMax-M2); ranks gather them before it.
     v_norm: RMSNorm over each value head, without a weight.
