@@ -46,8 +46,10 @@ class Side:
         if short:
             config = texts.pop("speculative_config", None) or {}
             texts["speculative"] = SpeculativeConfig.parse({**config, **short})
-        names = ("quantization", "load_format", "tensor_parallel_size", "enable_dp_attention", "device", "hf_overrides")
-        names += ("tokenizer",)
+        names = (
+            "quantization", "load_format", "tensor_parallel_size", "enable_dp_attention", "device", "hf_overrides",
+            "tokenizer",
+        )  # fmt: skip
         check_model(model, needs_text=True, **{name: texts[name] for name in names if texts.get(name) is not None})
         return cls(model, texts)
 
