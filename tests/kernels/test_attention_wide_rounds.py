@@ -106,11 +106,15 @@ def test_wide_heads_are_served_with_windows(monkeypatch):
         assert rounds.serves(many[: 33 * 16], cache, 16, 0, 0)
 
 
-def test_wide_heads_are_planned_for_one_program():
+def test_wide_heads_are_planned_for_one_program_on_hopper(monkeypatch):
     backend = TritonAttention(16, 8, "cpu")
-    backend.prove(128, torch.bfloat16)
-    assert backend.programs_per_processor == 2
     backend.prove(256, torch.bfloat16)
+    assert backend.programs_per_processor == 2, "other devices keep the plan of the Triton kernel"
+    monkeypatch.setattr(rounds, "suits", lambda *heads: True)
+    monkeypatch.setattr(rounds.exact_round_attention, "rehearse", lambda *heads: None)
+    backend.rehearse(128, torch.bfloat16)
+    assert backend.programs_per_processor == 2
+    backend.rehearse(256, torch.bfloat16)
     assert backend.programs_per_processor == 1
 
 

@@ -42,8 +42,8 @@ class TritonAttention:
 
     def rehearse(self, head_dim: int, dtype: torch.dtype) -> None:
         """See :class:`unisono.attention.base.ProvingAttention`."""
-        self._plan_for(head_dim)
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
+        self._plan_for(*heads)
         attention_hopper.exact_prompt_attention.rehearse(self._attend, *heads)
         attention_hopper_rounds.exact_round_attention.rehearse(self._attend_round, *heads)
         hopper_latent.exact_latent_attention.rehearse(self._attend_latent, *heads)
@@ -51,8 +51,8 @@ class TritonAttention:
 
     def prove(self, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
         """See :class:`unisono.attention.base.ProvingAttention`."""
-        self._plan_for(head_dim)
         heads = self.num_heads, self.num_kv_heads, head_dim, dtype, self.device
+        self._plan_for(*heads)
         if head_dim == hopper_latent.WIDTH:
             return self._prove_latent(*heads)
         return {
@@ -79,9 +79,10 @@ class TritonAttention:
             for kind, (exact, attend) in kinds.items()
         }
 
-    def _plan_for(self, head_dim: int) -> None:
-        """Plan for heads of this size: the keys of wide ones leave room for one program on a multiprocessor."""
-        if head_dim in attention_hopper_rounds.WIDE_ROWS:
+    def _plan_for(self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Plan for the kernel for Hopper: the keys of wide heads leave room for one program on a multiprocessor."""
+        wide = head_dim in attention_hopper_rounds.WIDE_ROWS
+        if wide and attention_hopper_rounds.suits(heads, kv_heads, head_dim, dtype, device):
             self.programs_per_processor = 1
 
     def _attend(
