@@ -137,6 +137,21 @@ def _merge_halves(m, z, acc, m1, z1, even, odd):
 
 
 @triton.jit
+def end_split(m, z, acc, m1, z1, even, odd, split, SIZE: tl.constexpr, workspace):
+    """Keep a complete split's state in the workspace if there is one, or merge it; return the walk's state.
+
+    even, odd: values of the split, times RAISED. SIZE: values of a row.
+    """
+    if workspace is None:
+        m, z, acc = _merge_halves(m, z, acc, m1, z1, even, odd)
+    elif workspace[-1] > 0:
+        keep(workspace, split, m1, z1, _interleaved(even, odd) * (1.0 / RAISED), SIZE)
+    else:
+        m, z, acc = _merge_halves(m, z, acc, m1, z1, even, odd)
+    return m, z, acc
+
+
+@triton.jit
 def walk_halves(
     q, position, pages_ptr, k_ptr, v_ptr, scales, page_stride, begin, end, low, window, scale, m, z, acc,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
@@ -157,13 +172,8 @@ def walk_halves(
     odd, part_z = even, tl.zeros([ROWS, 8], tl.float32)  # eight equal columns
     for start in tl.range(begin, end, KEYS):
         if start % SPLIT == 0 and start > begin:
-            z1 = tl.max(part_z, 1)
-            if workspace is None:
-                m, z, acc = _merge_halves(m, z, acc, part_m, z1, even, odd)
-            elif workspace[-1] > 0:
-                keep(workspace, start // SPLIT - 1, part_m, z1, _interleaved(even, odd) * (1.0 / RAISED), HEAD_DIM)
-            else:
-                m, z, acc = _merge_halves(m, z, acc, part_m, z1, even, odd)
+            split = start // SPLIT - 1
+            m, z, acc = end_split(m, z, acc, part_m, tl.max(part_z, 1), even, odd, split, HEAD_DIM, workspace)
             part_m, _, even = nothing(ROWS, HALF)
             odd, part_z = even, tl.zeros([ROWS, 8], tl.float32)
         keys, known, offset = find_keys(

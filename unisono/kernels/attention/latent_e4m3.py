@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from unisono.kernels.attention.e4m3 import RAISED, _halves, _interleaved, _merge_halves, factors
-from unisono.kernels.attention.split import find_keys, hide, keep, nothing, weigh
+from unisono.kernels.attention.e4m3 import RAISED, _halves, _merge_halves, end_split, factors
+from unisono.kernels.attention.split import find_keys, hide, nothing, weigh
 
 
 @triton.jit
@@ -62,13 +62,8 @@ def walk_latents(
     odd, part_z = even, tl.zeros([ROWS, 8], tl.float32)  # eight equal columns
     for start in tl.range(begin, end, KEYS):
         if start % SPLIT == 0 and start > begin:  # a split is complete; the last one is merged below
-            z1 = tl.max(part_z, 1)
-            if workspace is None:
-                m, z, acc = _merge_halves(m, z, acc, part_m, z1, even, odd)
-            elif workspace[-1] > 0:
-                keep(workspace, start // SPLIT - 1, part_m, z1, _interleaved(even, odd) * (1.0 / RAISED), LATENT)
-            else:
-                m, z, acc = _merge_halves(m, z, acc, part_m, z1, even, odd)
+            split = start // SPLIT - 1
+            m, z, acc = end_split(m, z, acc, part_m, tl.max(part_z, 1), even, odd, split, LATENT, workspace)
             part_m, _, even = nothing(ROWS, COLUMNS)
             odd, part_z = even, tl.zeros([ROWS, 8], tl.float32)
         keys, known, pairs = _pairs(
