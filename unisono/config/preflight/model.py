@@ -29,6 +29,11 @@ from unisono.config.preflight.weights import check_weights
 from unisono.config.untrusted_files import check_directory, check_numbers, check_rope, read_json
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
+MODEL_FLAGS = (
+    "quantization", "load_format", "tensor_parallel_size", "enable_dp_attention", "device", "hf_overrides", "tokenizer",
+)  # fmt: skip
+"""Flags of an engine that :func:`check_model` takes."""
+
 
 def check_model(
     path: str | Path,
@@ -120,8 +125,7 @@ def check_engine_model(
     needs_text, weights: see :func:`check_model`. headers: check the headers of the weight files. Raises CheckpointError
     and ConfigError.
     """
-    names = "quantization load_format tensor_parallel_size enable_dp_attention device hf_overrides tokenizer".split()  # noqa: SIM905
-    flags = {name: getattr(config, name) for name in names}
+    flags = {name: getattr(config, name) for name in MODEL_FLAGS}
     if not headers:
         flags["load_format"] = "dummy"
     directory = check_model(config.model, needs_text=needs_text, weights=weights, **flags)

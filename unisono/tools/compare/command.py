@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unisono.config.preflight.model import check_model
+from unisono.config.preflight.model import MODEL_FLAGS, check_model
 from unisono.tools.eval.problems import held_out_problems
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig
 
@@ -46,11 +46,8 @@ class Side:
         if short:
             config = texts.pop("speculative_config", None) or {}
             texts["speculative"] = SpeculativeConfig.parse({**config, **short})
-        names = (
-            "quantization", "load_format", "tensor_parallel_size", "enable_dp_attention", "device", "hf_overrides",
-            "tokenizer",
-        )  # fmt: skip
-        check_model(model, needs_text=True, **{name: texts[name] for name in names if texts.get(name) is not None})
+        flags = {name: texts[name] for name in MODEL_FLAGS if texts.get(name) is not None}
+        check_model(model, needs_text=True, **flags)
         return cls(model, texts)
 
     def open(self, **more: Any) -> Any:
