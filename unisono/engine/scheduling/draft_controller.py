@@ -203,10 +203,8 @@ class DraftController:
             work = replace(work, catching_up=work.rows.where(pending > 0))
             self._progress.unobserved[work.rows.slots] = np.maximum(0, pending - each)
             if most > each:
-                self._put_off[work.reads_drafts], work = (
-                    work.drafts,
-                    replace(work, drafts=0, forced=None, fewer=FewerDrafts.CATCH_UP),
-                )
+                self._put_off[work.reads_drafts] = work.drafts
+                work = replace(work, drafts=0, forced=None, fewer=FewerDrafts.CATCH_UP)
         if not work.drafts:
             self._undrafted(work.rows)
         return work

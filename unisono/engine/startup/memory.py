@@ -81,9 +81,8 @@ def fit_pages(
     not even one request fits.
     """
     num_pages, path_pages = config.requested.num_pages, demand.path_pages
-    whole = demand.ranks * (
-        config.max_num_seqs * pages_for(config.max_model_len) + 1
-    )  # running requests never need more; cached prefixes share these pages
+    # Running requests never need more. Cached prefixes share these pages.
+    whole = demand.ranks * (config.max_num_seqs * pages_for(config.max_model_len) + 1)
     if config.device.type == "cpu":
         free, why = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB at most on a CPU"
         config = with_graph_bytes(config, CPU_GRAPH_BYTES, "the default on a CPU")
