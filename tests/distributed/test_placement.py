@@ -95,4 +95,10 @@ def test_files_that_are_refused(case: str, path: Path, tmp_path: Path) -> None:
 
 def test_whole_experts_are_needed(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--expert-placement places whole experts: add --enable-expert-parallel"):
-        engine(path, expert_placement=str(tmp_path / "order.json"))
+        engine(path, tensor_parallel_size=2, expert_placement=str(tmp_path / "order.json"))
+
+
+@pytest.mark.parametrize("flags", [{"expert_placement": "order.json"}, {"enable_dp_attention": True}])
+def test_several_ranks_are_needed(flags: dict[str, Any], path: Path) -> None:
+    with pytest.raises(ConfigError, match="divide a model among GPUs: give --tensor-parallel-size"):
+        engine(path, **flags)
