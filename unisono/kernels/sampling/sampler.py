@@ -375,12 +375,17 @@ def scores_cpu(
     if threshold is not None:
         threshold[row] = least
 
-    n, column = (score >= least[:, None]).nonzero(as_tuple=True)
-    token = column if ids is None else ids[column]
-    keys = (token, (length[slot] + offset + row % width)[n], seed_lo[slot][n], seed_hi[slot][n])
-    noise = torch.cat([gumbel_cpu(*part) for part in zip(*(key.split(CACHED) for key in keys), strict=True)])
-    drawn = torch.full_like(score, -torch.inf)
-    drawn[n, column] = score[n, column] * (1.0 / t)[n] + noise
+    kept, position = score >= least[:, None], length[slot] + offset + row % width
+    lo, hi, scale = seed_lo[slot], seed_hi[slot], 1.0 / t
+    if kept.numel() <= CACHED and kept.all():  # keys broadcast: the values below, in less time
+        token = torch.arange(score.shape[1]) if ids is None else ids
+        drawn = score * scale[:, None] + gumbel_cpu(token, position[:, None], lo[:, None], hi[:, None])
+    else:
+        n, column = kept.nonzero(as_tuple=True)
+        keys = (column if ids is None else ids[column], position[n], lo[n], hi[n])
+        noise = torch.cat([gumbel_cpu(*part) for part in zip(*(key.split(CACHED) for key in keys), strict=True)])
+        drawn = torch.full_like(score, -torch.inf)
+        drawn[n, column] = score[n, column] * scale[n] + noise
     scores[row] = drawn
     return scores, running
 
