@@ -76,6 +76,16 @@ def test_pages_are_divided_and_requests_balanced(plain: Path) -> None:
         assert [pool.cached_pages for pool in pools] == [2, 2]
 
 
+def test_a_full_rank_preempts_its_own_requests(plain: Path) -> None:
+    """Two requests fill rank 0, and the last in the queue runs on rank 1, where preempting it would free nothing."""
+    flags = ROOMY | {"num_pages": 12, "max_num_batched_tokens": 128}
+    with engine(plain, tensor_parallel_size=2, **APART, **flags) as llm:
+        sizes = ((28, 8), (40, 3), (28, 8), (3, 12))  # prompt and answer; requests 0 and 2 share rank 0
+        prompts = [[number + 1] * size for number, (size, _) in enumerate(sizes)]
+        llm.generate(prompts, [SamplingParams(max_tokens=count, ignore_eos=True) for _, count in sizes])
+        assert llm.engine.scheduler.preemptions == 1
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     r"--cpu-offload-gb": {"cpu_offload_gb": 0.01},
     r"--role decode": {"role": "decode", "prefill_urls": "tcp://localhost:9"},
