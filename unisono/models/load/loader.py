@@ -19,6 +19,7 @@ from unisono.layers.experts import Experts
 from unisono.layers.formats.base import PLAIN, Slice, Slices, StoredTensor, WeightFormat, WeightTarget, part_of
 from unisono.layers.norm import Factor, LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.latent_weights import UpProjections
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint
@@ -407,7 +408,13 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def check_finite(module: nn.Module, where: object) -> None:
-    """Raise CheckpointError, naming ``where``, for weights that are NaN or infinite: every output would be nonsense."""
+    """Raise CheckpointError, naming ``where``, for weights that are NaN or infinite: every output would be nonsense.
+
+    Also for weights that were written without their scales.
+    """
+    for part in module.modules():
+        if isinstance(part, UpProjections):
+            part.check_complete()
     for name, weight in module.named_parameters():
         if weight.is_floating_point() and weight.numel() and weight.element_size() > 1:
             low, high = torch.aminmax(weight)
