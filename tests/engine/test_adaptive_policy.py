@@ -110,6 +110,18 @@ def test_slots_of_new_requests_begin_with_the_shared_average() -> None:
     assert np.array_equal(first, second)
 
 
+def test_usual_acceptance_of_first_drafts_shifts_nothing() -> None:
+    """A request that had one draft a round, as often accepted as others' first drafts, is judged as an unknown one."""
+    acceptance = AcceptanceEstimate(3, 5, differ=True)
+    for _ in range(200):
+        acceptance.count(np.array([0]), np.array([5]), np.array([1]))
+    for _ in range(10):
+        acceptance.count(np.array([1]), np.array([1]), np.array([1]))
+    usual, unknown = acceptance.conditional(np.array([1, 2]))
+    assert unknown[1] < 0.2
+    assert usual[1] == pytest.approx(unknown[1], abs=0.03)
+
+
 def test_late_positions_are_judged_by_the_early_ones() -> None:
     """A request that never got past its first draft is not expected to, once it does, as those that always do."""
     acceptance, both = AcceptanceEstimate(2, 5, differ=True), np.arange(2)
