@@ -1,4 +1,4 @@
-"""The draft controller over a runner without a model: what it learns of shared rounds, and the reasons that it gives."""
+"""Draft controller over a runner without a model: estimates from shared rounds, and reasons for fewer drafts."""
 
 from __future__ import annotations
 
@@ -125,11 +125,13 @@ def test_ended_requests_teach_nothing(taught: Any) -> None:
 @pytest.mark.parametrize(
     ("chosen", "captured", "pinned", "why"),
     [
-        (K, CHOICES, None, FewerDrafts.NONE), (1, CHOICES, None, FewerDrafts.PROBE), (2, CHOICES, 2, FewerDrafts.PINNED),
+        (K, CHOICES, None, FewerDrafts.NONE),
+        (1, CHOICES, None, FewerDrafts.PROBE),
+        (2, CHOICES, 2, FewerDrafts.PINNED),
         (1, (0, 1), None, FewerDrafts.NO_GRAPH),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_reasons_of_rounds(
     chosen: int, captured: tuple[int, ...], pinned: int | None, why: FewerDrafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,9 +68,9 @@ class Ranks:
 
     whole_experts: experts are whole on a rank (``--enable-expert-parallel``); otherwise they are split like other
     GEMMs. ordered: GEMMs after attention and of the MLP are split by inputs, if their format allows it, and their terms
-    are added in the order of ranks (``--tp-reduce ordered``). dp_attention: latent attention has all heads on each rank,
-    and a request's pages are on one rank (``--enable-dp-attention``). placement: (path of a layer's
-    experts, their order), of whole experts; see ``config/expert_placement.py``.
+    are added in the order of ranks (``--tp-reduce ordered``). dp_attention: each rank has all heads of latent attention
+    and the pages of its own requests (``--enable-dp-attention``). placement: (path of a layer's experts, their order),
+    of whole experts; see ``config/expert_placement.py``.
     """
 
     index: int = 0

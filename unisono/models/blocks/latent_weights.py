@@ -64,7 +64,7 @@ class UpProjections(nn.Module):
         return ((self.first * (keys + values), (self.first + len(self.keys)) * (keys + values)),)
 
     def places(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Yield (name, target) of the weight, and of its scales if it has any. Forgets tensors of an unfinished read."""
+        """Yield (name, target) of the weight and of its scales, and forget tensors of an unfinished read."""
         self._read = {}
         heads, keys, values, latent = self.sizes
         rows = heads * (keys + values)
