@@ -173,10 +173,16 @@ class WeightUpdater:
         return update.module is self.model
 
     def _lose(self, changes: Changes) -> None:
-        """Count the target's tensors of a failed update as void, if their old values were not kept."""
+        """Count the target's tensors of a failed update as void, if their old values were not kept.
+
+        Values that are not finite become 0: the check of the next update would find them.
+        """
         if self.void:
             for update in filter(self._in_target, changes.updates):
                 self.void.update(map(whole_name, update.targets))
+            for parameter in self.model.parameters():
+                if parameter.is_floating_point() and parameter.element_size() > 1:
+                    torch.nan_to_num_(parameter.data, 0.0, 0.0, 0.0)
 
     def check_filled(self) -> None:
         """Raise ConfigError if weights of this rank are void."""

@@ -345,6 +345,16 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
     return WeightUpdate(decoder, targets, tensors, check_values)
 
 
+class ExpertNames(Container[str]):
+    """Names of tensors, any expert's for one expert's: a rank learns the form in which others' experts are stored."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._kinds = {EXPERT.sub("*", name) for name in names}
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and EXPERT.sub("*", name) in self._kinds
+
+
 def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> WeightUpdate:
     """Some of a decoder's weights, by their names in ``checkpoint``; the others stay.
 
@@ -352,7 +362,7 @@ def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[st
     the model, and for a wrong shape or dtype.
     """
     tensors = _as_named(dict(tensors), checkpoint.family)
-    names = {whole_name(name) for name in tensors}
+    names = ExpertNames(map(whole_name, tensors))
     every, tensors = with_slices(checkpoint_names(decoder, checkpoint.family, names), tensors)
     targets = dict[str, WeightTarget]()
     kinds = {EXPERT.sub("*", name) for name in every} if decoder.builder.ranks.whole_experts else set[str]()
