@@ -98,6 +98,10 @@ def test_proofs_and_bytes_of_another_form_are_not_read(machine: dict[str, Any]) 
         assert again.allocated_known is None
 
 
+def test_digests_tell_parts_apart() -> None:
+    assert start_notes._digest("a", "bc") != start_notes._digest("ab", "c") != start_notes._digest("abc")
+
+
 def test_remembered_comparisons_are_not_run(kernel: Any) -> None:
     with remembering({"a test's kernel: ((4, torch.float32),)": True, "a test's kernel: ((6, torch.float32),)": False}):
         kernel.rehearse(4)
