@@ -35,6 +35,7 @@ from unisono.console.values import (
     read_template,
     speculative_dict,
     strings,
+    template_variables,
 )
 from unisono.tools.place_experts import place_experts
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
@@ -261,12 +262,13 @@ def _main(
 
 
 def _check_answers(answers: dict[str, Any]) -> None:
-    """Check the parser names in flags, and remove flags that ``ServerSettings`` does not have. Raises ConfigError."""
+    """Check and convert the flags of answers, in place, to fields of ``ServerSettings``. Raises ConfigError."""
     from unisono.text.reasoning import parser_named
     from unisono.text.tool_parsers.formats import format_named
 
     parser_named(answers["reasoning_parser"])
     format_named(answers["tool_call_parser"])
+    answers["default_chat_template_kwargs"] = template_variables(answers["default_chat_template_kwargs"])
     del answers["enable_auto_tool_choice"]
 
 
@@ -300,7 +302,9 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Model name in the API, one or several; default: PATH.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of dummy weights; the seed of an answer is a field of its request.")
+    ] = 0,
     api_key: Annotated[
         str | None, typer.Option(envvar=env.API_KEY.name, help="Require the header Authorization: Bearer KEY.")
     ] = None,
@@ -317,6 +321,8 @@ def serve(
     from unisono.http.security.process_title import hide
     from unisono.media.settings import MediaSettings
 
+    for text in env.unread():
+        note(text)
     _check_answers(answers)  # these raise before anything slow is imported
     media_settings = MediaSettings.of(**media)
     hide(api_key or "")

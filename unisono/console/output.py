@@ -51,7 +51,7 @@ class CommandGroup(TyperGroup):
                 raise
             here = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
             where = error.ctx.command_path if error.ctx is not None else here
-            complain(f"{sentence(error.format_message())} See {where} --help.")
+            complain(_wrong_value(error) or f"{sentence(error.format_message())} See {where} --help.")
             ctx.exit(error.exit_code)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -65,6 +65,27 @@ def _flush_output() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+_RULES = {
+    "greater_than_equal": "give at least {ge}",
+    "less_than_equal": "give at most {le}",
+    "int_parsing": "give a whole number",
+    "int_from_float": "give a whole number",
+    "float_parsing": "give a number",
+}
+"""Rule by the type of pydantic's error, which typer raises for a value."""
+
+
+def _wrong_value(error: Any) -> str | None:
+    """The error for a value of a flag, with the limit; None for other errors, and with older versions of typer."""
+    cause, param = error.__cause__, getattr(error, "param", None)
+    if param is None or not param.opts or not callable(details := getattr(cause, "errors", None)):
+        return None
+    first = details()[0]
+    if (rule := _RULES.get(first["type"])) is None:
+        return None
+    return f"{param.opts[0]} {first['input']}: {rule.format(**first.get('ctx', {}))}."
 
 
 def sentence(text: str) -> str:

@@ -62,7 +62,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "top_p": ("ovs", ""),
     "top_k": ("vs", "0 or -1 keeps all"),
     "min_p": ("vs", ""),
-    "seed": ("ovs", "0 to 2^63 - 1; a choice without one gets one and reports it"),
+    "seed": ("ovs", "0 to 2^63 - 1; -1: none; a choice without one gets one and reports it"),
     "presence_penalty": ("ovs", "-2 to 2"),
     "frequency_penalty": ("ovs", "-2 to 2"),
     "repetition_penalty": ("vs", "above 0"),
