@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from typer.core import TyperGroup
 
 from unisono.console.help import Page
 from unisono.entrypoints.progress_bar import STAGES
-from unisono.types import ConfigError, UnisonoError
+from unisono.types import ConfigError, EngineDead, UnisonoError
 
 stdout = Console()
 stderr = Console(stderr=True)
@@ -44,6 +45,8 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except UnisonoError as error:
+            if isinstance(error, EngineDead) and error.__cause__ is not None:
+                sys.stderr.write("".join(traceback.format_exception(error.__cause__)))
             complain(error)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except UsageError as error:
