@@ -103,6 +103,13 @@ def test_invalid_serve_flags_raise(served: Any, arguments: str, says: str) -> No
     assert "Traceback" not in output
 
 
+def test_a_start_names_variables_that_it_does_not_read(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    code, output, _, settings = served("tiny")
+    assert (code, settings.api_key) == (0, None)
+    assert "VLLM_API_KEY is set and not read. Here: UNISONO_API_KEY, or --api-key." in output
+
+
 # ---- names ----------------------------------------------------------------------------------------
 
 

@@ -53,7 +53,7 @@ class _EngineCommand(HelpfulCommand):
         switches = {name for p in options if getattr(p, "is_flag", False) for name in (*p.opts, *p.secondary_opts)}
         lists = {name for p in options if p.multiple for name in p.opts}
         translation = translate(with_config(args, switches), known, switches, lists)
-        for text in translation.notes:
+        for text in (*(env.unread() if ctx.info_name == "serve" else ()), *translation.notes):
             note(text)
         return super().parse_args(ctx, translation.arguments)
 
@@ -321,8 +321,6 @@ def serve(
     from unisono.http.security.process_title import hide
     from unisono.media.settings import MediaSettings
 
-    for text in env.unread():
-        note(text)
     _check_answers(answers)  # these raise before anything slow is imported
     media_settings = MediaSettings.of(**media)
     hide(api_key or "")

@@ -48,11 +48,11 @@ class SeveralValues(HelpfulCommand):
     """A command whose LISTS take several values, and that knows flags of other engines' benchmarks."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for flag in (argument.partition("=")[0] for argument in args):
-            if flag in ELSEWHERE:
-                raise ConfigError(f"{flag} is not a flag of this command: {ELSEWHERE[flag]}.")
-            if flag in NO_EFFECT:
-                note(f"{flag}: no effect; {NO_EFFECT[flag]}.")
+        for name in (argument.partition("=")[0] for argument in args):
+            if name in ELSEWHERE:
+                raise ConfigError(f"{name} is not a flag of this command: {ELSEWHERE[name]}.")
+            if name in NO_EFFECT:
+                note(f"{name}: no effect; {NO_EFFECT[name]}.")
         args = [argument for argument in args if argument not in NO_EFFECT]
         rewritten: list[str] = []
         flag = None
