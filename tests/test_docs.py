@@ -231,6 +231,7 @@ def reference() -> Any:
         "limits",
         "parameters",
         "environment",
+        "others",
         "formats",
         "structured",
         "families",

@@ -117,7 +117,7 @@ VLLM_LINE = (
     "--cudagraph-capture-sizes 1 2 4 8 --data-parallel-backend mp --mm-encoder-tp-mode data -asc 1 "
     "--disable-hybrid-kv-cache-manager --enable-prompt-tokens-details --kv-cache-dtype auto --shutdown-timeout 5 "
     "--speculative-config.method ngram --speculative-config.num_speculative_tokens=2 --moe-backend triton "
-    "--attention-backend FLASH_ATTN --prefix-caching-hash-algo sha256 -ep"
+    "--attention-backend FLASH_ATTN --prefix-caching-hash-algo sha256 -ep --cpu-offload-gb 0.5"
 )
 SGLANG_LINE = (
     "--model-path tiny --host 0.0.0.0 --log-requests --enable-cache-report --cuda-graph-bs 1 2 4 8 "
@@ -134,6 +134,8 @@ def test_launch_lines_of_other_engines(served: Any) -> None:
     assert (config.max_model_len, config.max_num_batched_tokens, config.attention_backend) == (2048, 500, "auto")
     assert config.speculative == SpeculativeConfig("ngram", num_speculative_tokens=2)
     assert (config.model, config.enable_expert_parallel, settings.drain_timeout) == ("tiny", True, 5.0)
+    assert config.cpu_offload_gb == 0.5
+    assert "--cpu-offload-gb 0.5: host memory for evicted KV pages; weights stay on the device." in output
     assert "--attention-backend FLASH_ATTN: no effect; kernels are chosen by shape and device" in output
     code, output, config, settings = served(*SGLANG_LINE.split())
     assert code == 0, output

@@ -97,6 +97,10 @@ class Translation:
             self.notes.append(f"{flag} {value}: no effect; {NOTED_VALUES['--moe-backend']}.")
         self.arguments += [flag, ours]
 
+    def cpu_offload(self, flag: str, value: str) -> None:
+        self.notes.append(f"{flag} {value}: host memory for evicted KV pages; weights stay on the device.")
+        self.arguments += [flag, value]
+
     def quantization(self, flag: str, value: str) -> None:
         self.arguments += [flag, QUANTIZATIONS.get(value, value)]
 
@@ -154,6 +158,7 @@ READ: dict[str, Callable[[Translation, str, str], None]] = {
     "--disaggregation-mode": Translation.disaggregation_mode,
     "--kv-transfer-config": Translation.kv_transfer,
     "--attention-backend": Translation.attention_backend,
+    "--cpu-offload-gb": Translation.cpu_offload,
     "--load-format": Translation.load_format,
     "--max-model-len": Translation.tokens,
     "--max-num-batched-tokens": Translation.tokens,
@@ -168,8 +173,11 @@ READ: dict[str, Callable[[Translation, str, str], None]] = {
 }
 """Flags with a value that need more than a replacement."""
 
-OWN = ("--attention-backend", "--load-format", "--max-model-len", "--max-num-batched-tokens", "--quantization")
-"""Flags of Unisono that also take other engines' values."""
+OWN = (
+    "--attention-backend", "--cpu-offload-gb", "--load-format", "--max-model-len", "--max-num-batched-tokens",
+    "--quantization",
+)  # fmt: skip
+"""Flags of Unisono with values of other engines, or with another meaning there."""
 
 ALIASES = tuple(
     flag
