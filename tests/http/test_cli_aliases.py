@@ -89,6 +89,7 @@ def test_a_chain_is_as_long_as_its_steps(served: Any) -> None:
         ("tiny --port -1", "--port -1: give at least 0."),
         ("tiny --max-num-seqs many", "--max-num-seqs many: give a whole number."),
         ("tiny --drain-timeout soon", "--drain-timeout soon: give a number."),
+        ("tiny --attention-backend fast", "unknown attention backend. Supported: auto, torch, triton."),
         ("tiny -O3", "--compilation-config is not supported: graphs are set by --graphs"),
         ("tiny -cc.mode=3", "--compilation-config is not supported"),
         ("tiny --download-dir /x", "HF_HOME or HF_HUB_CACHE"),

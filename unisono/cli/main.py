@@ -222,7 +222,8 @@ def _check_names(settings: dict[str, Any]) -> None:
     }
     for flag, (name, registry) in named.items():
         if name is not None and name not in registry:
-            raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(registry.names)}.")
+            names = ("auto", *registry.names) if registry is catalog.attention else registry.names
+            raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(names)}.")
 
 
 def _check_tokenizer(settings: dict[str, Any]) -> None:
