@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,6 +92,7 @@ class ServerSettings:
     ignore_hosted_tools: leave out tools that an API's provider would run, instead of refusing the request.
     media: sources, sizes and numbers of images and videos.
     allow_unknown_fields: drop unknown fields of requests, with a count and a header, instead of refusing them.
+    default_chat_template_kwargs: variables of the chat template; those of a request take precedence.
     trust_request_chat_template: bodies may have a chat template, which is rendered in a sandbox.
     restart_engine: restart an engine that died, ``max_engine_restarts`` times within ``engine_restart_window`` seconds.
     heartbeat_timeout: seconds without a heartbeat until the engine process counts as dead; 0: never.
@@ -108,6 +109,7 @@ class ServerSettings:
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
     chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     drain_timeout: float = 30.0
     engine_restart_window: float = 600.0
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
@@ -274,7 +276,8 @@ async def _prepare(client: Engines, config: Any, settings: ServerSettings) -> Se
     await _in_daemon(media.prepare)
     inputs = InputProcessor(tokenizer, facts, media)
     hosted = HostedTools(settings.ignore_hosted_tools, metrics.ignored_tool)
-    chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser, hosted)
+    variables = settings.default_chat_template_kwargs
+    chat = ChatFormat.of(inputs, settings.reasoning_parser, settings.tool_call_parser, hosted, variables)
     return Service(
         client=client,
         serving=Serving(client, inputs, metrics, chat, settings.trust_request_chat_template, adapters),
@@ -374,7 +377,9 @@ async def _drain(service: Service, limit: float) -> None:
     """Wait up to ``limit`` seconds for requests in flight; then end them with an error."""
     service.draining = True
     if service.in_flight:
-        logger.info("Finishing %d requests, %g s at most (Ctrl-C stops at once)", service.in_flight, limit)
+        count = service.in_flight
+        noun = "request" if count == 1 else "requests"
+        logger.info("Finishing %d %s, %g s at most (Ctrl-C stops at once)", count, noun, limit)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit):
             while service.in_flight and (service.client.death is None or service.client.restarting):
