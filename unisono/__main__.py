@@ -9,6 +9,9 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line."""
+    from unisono.config.bytecode import keep_bytecode
+
+    keep_bytecode()  # before the imports that it serves
     from unisono.cli.main import app
 
     app()

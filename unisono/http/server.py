@@ -26,6 +26,7 @@ from unisono.cluster.heap import freeze_heap, return_freed_memory, uncollected
 from unisono.cluster.replicas.client import ReplicaClient
 from unisono.cluster.replicas.plan import ReplicaSettings, plan
 from unisono.cluster.restarts import Restarts
+from unisono.config.page_cache import read_ahead
 from unisono.http.background import in_daemon
 from unisono.http.limits.overload import LoadLimits
 from unisono.http.limits.sizes import Limits
@@ -181,6 +182,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _serve(client: Engines, config: Any, settings: ServerSettings, listener: socket.socket) -> None:
     return_freed_memory()
+    _read_weights_ahead(config, settings)
     client.start()
     stop = _stop_on_signal(client)
     try:
@@ -211,6 +213,14 @@ async def _serve(client: Engines, config: Any, settings: ServerSettings, listene
             await service.tracer.close()
     finally:
         await client.shutdown()
+
+
+def _read_weights_ahead(config: Any, settings: ServerSettings) -> None:
+    """Have the kernel read the weights of the target and of a drafter in a directory, for engines of this machine."""
+    if settings.scale.distributed_executor_backend != "mp" or getattr(config, "load_format", "dummy") == "dummy":
+        return
+    draft = getattr(getattr(config, "speculative", None), "model", None)
+    read_ahead([settings.model_path, *([Path(draft)] if draft else [])])
 
 
 async def start_application(config: Any, settings: ServerSettings) -> tuple[ASGIApp, Service]:
