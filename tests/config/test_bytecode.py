@@ -86,6 +86,21 @@ def test_installed_bytecode_is_used(package: Path) -> None:
     assert run(KEEP, package, PYTHONDONTWRITEBYTECODE="1") == "None"
 
 
+def test_the_program_keeps_bytecode(package: Path) -> None:
+    cache = package.parent / "cache" / "bytecode"
+    code = "import runpy, sys; sys.argv = ['unisono', '--version']; runpy.run_module('unisono', run_name='__main__')"
+    assert run(code, package, PYTHONDONTWRITEBYTECODE="1").startswith("unisono ")
+    assert list(cache.rglob("unisono/cli/main.*.pyc"))
+
+
+def test_an_engine_process_keeps_bytecode(package: Path) -> None:
+    """multiprocessing starts it with -B, because its parent was started with PYTHONDONTWRITEBYTECODE."""
+    code = "import sys; from unisono.cluster.engine_process import load_factory; sys.dont_write_bytecode = True"
+    code += "\nload_factory('torch:__name__')"
+    run(code, package, PYTHONPYCACHEPREFIX=str(package.parent / "cache" / "bytecode"))
+    assert len(kept(package)) == 1
+
+
 def test_directories_that_others_may_write_are_not_trusted(package: Path) -> None:
     cache = package.parent / "shared"
     cache.mkdir()
