@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -40,13 +40,11 @@ from unisono.http.openai.serving import Serving
 from unisono.http.security.auth import Keys
 from unisono.http.security.hosts import KnownHosts
 from unisono.http.security.key_file import keys_of
+from unisono.http.server_settings import ServerSettings
 from unisono.http.service import INSPECT_LIMIT, ServedWeights, Service
 from unisono.media.loader import MediaLoader
 from unisono.text.tokenizer import Tokenizer, import_without_torch
 from unisono.types import EngineDead
-
-if TYPE_CHECKING:
-    from unisono.http.server import ServerSettings
 
 logger = logging.getLogger(__name__)
 
