@@ -43,8 +43,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 def commands() -> dict[str, Any]:
     """Every command by its name after ``unisono``, subcommands of ``bench`` included."""
-    from unisono.__main__ import app
-    from unisono.cli.main import LAZY
+    from unisono.cli.main import LAZY, app
 
     found: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     for name, load in LAZY.items():

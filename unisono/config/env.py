@@ -48,6 +48,14 @@ CACHE = Variable(
     "Directory of parsed checkpoint configurations, which later starts read.",
 )
 
+BYTECODE = Variable(
+    "UNISONO_BYTECODE",
+    "a directory; `0`: none",
+    "`bytecode` in the directory of `UNISONO_CACHE`",
+    "Directory of Python's bytecode. The program `unisono` writes it if the installed packages have none and Python "
+    "would keep none.",
+)
+
 COMPILE_PROCESSES = Variable(
     "UNISONO_COMPILE_PROCESSES",
     "a whole number; 0 compiles in threads of the engine process",
@@ -84,7 +92,17 @@ STAYING_LAUNCHES = Variable(
     "Persistent launches of fused layer tails. Set `0` for processes that share a GPU's multiprocessors (MPS).",
 )
 
-VARIABLES = (API_KEY, TRANSFER_KEY, CACHE, COMPILE_PROCESSES, KERNELS, START_NOTES, GATHER, STAYING_LAUNCHES)
+VARIABLES = (
+    API_KEY,
+    TRANSFER_KEY,
+    CACHE,
+    BYTECODE,
+    COMPILE_PROCESSES,
+    KERNELS,
+    START_NOTES,
+    GATHER,
+    STAYING_LAUNCHES,
+)
 """All variables, in the order of the documentation."""
 
 OTHERS = {
@@ -135,11 +153,21 @@ def kernel_archives(default: Path) -> Path | None:
 
 def start_notes() -> Path | None:
     """Return the directory of notes of earlier starts; None if starts must read none, or no directory is known."""
-    value = START_NOTES.read()
+    return _cached(START_NOTES, "starts")
+
+
+def bytecode() -> Path | None:
+    """Return the directory of Python's bytecode; None if none must be kept, or no directory is known."""
+    return _cached(BYTECODE, "bytecode")
+
+
+def _cached(variable: Variable, name: str) -> Path | None:
+    """The directory of a variable, by default ``name`` in the cache directory; None if it is 0 or not known."""
+    value = variable.read()
     if value == "0":
         return None
     try:
-        return Path(value) if value else cache_directory() / "starts"
+        return Path(value) if value else cache_directory() / name
     except RuntimeError:  # there is no home directory
         return None
 
