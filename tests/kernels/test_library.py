@@ -94,6 +94,29 @@ def test_shape_functions() -> None:
     assert like_its_input(x.to("meta")).shape == (3,)
 
 
+def test_outputs_are_computed_from_arguments_by_name() -> None:
+    """Arguments that calls leave out have their defaults; the function may have parameters more with defaults."""
+
+    def outputs(count: int, x: Tensor, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor]:
+        return x.new_empty(count), x.new_empty(count, dtype=dtype)
+
+    @op(meta=outputs)
+    def counted(unused: Tensor, x: Tensor, count: int = 3) -> tuple[Tensor, Tensor]:
+        return x[:count].clone(), x[:count].int()
+
+    x = torch.zeros(5, device="meta")
+    assert [(r.shape, r.dtype) for r in counted(x[:1], x)] == [((3,), torch.float32), ((3,), torch.int32)]
+    assert counted(x[:1], x, 2)[0].shape == (2,)
+
+
+def test_outputs_of_unknown_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"renamed: its output is computed from \['y'\]"):
+
+        @op(shape=lambda y: y.shape)
+        def renamed(x: Tensor) -> Tensor:
+            return x.clone()
+
+
 def test_gradients_run_the_formula() -> None:
     @op(gradient=lambda x: x * 3)
     def tripled(x: Tensor) -> Tensor:

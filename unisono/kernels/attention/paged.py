@@ -37,16 +37,8 @@ KEYS = 64
 """Keys per step of a walk. Like SPLIT it is part of the reduction order: one value everywhere."""
 
 
-def _plan_shapes(
-    slots: torch.Tensor,
-    kv_len: torch.Tensor,
-    query_start: torch.Tensor | None,
-    num_tokens: int,
-    tile_tokens: int,
-    num_kv_heads: int,
-    partials: int,
-    programs: int,
-    window: int = 0,
+def _plan_outputs(
+    slots: torch.Tensor, num_tokens: int, tile_tokens: int, num_kv_heads: int, partials: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bound = triton.cdiv(num_tokens, tile_tokens) + slots.shape[0] + 1 + partials
     shapes = (bound, 8), (1,), (bound, tile_tokens, num_kv_heads)
@@ -67,7 +59,7 @@ def launch_attention_plan(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`attention_plan`."""
     rows = slots.shape[0]
-    planned = _plan_shapes(slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs)
+    planned = _plan_outputs(slots, num_tokens, tile_tokens, num_kv_heads, partials)
     width = num_tokens // rows if query_start is None else 0
     listed = rows if width else rows + 1
     plan_kernel[(listed,)](
@@ -138,7 +130,7 @@ def _elements(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return pages.flatten(1).view(dtype)
 
 
-def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
+def _attended(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
@@ -240,11 +232,11 @@ def _launch_walk(
     )  # fmt: skip
 
 
-def _quantised_shapes(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantised_shapes(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], scale_columns(q.shape[2]))
 
 
-attention_plan_op = op(cuda=launch_attention_plan, meta=_plan_shapes)(attention_plan_cpu)
+attention_plan_op = op(cuda=launch_attention_plan, meta=_plan_outputs)(attention_plan_cpu)
 attention_op = op(cuda=launch_attention, meta=_attended)(attention_cpu)
 
 

@@ -275,11 +275,7 @@ def _rope_and_cache_formula(
 
 @op(
     cuda=launch_rope_and_cache,
-    shape=lambda qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, *_: (
-        qkv.shape[0],
-        num_heads,
-        k_cache.shape[3],
-    ),
+    shape=lambda qkv, k_cache, num_heads: (qkv.shape[0], num_heads, k_cache.shape[3]),
     gradient=_rope_and_cache_formula,
 )
 def rope_and_cache(

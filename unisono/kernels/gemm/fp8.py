@@ -331,7 +331,7 @@ def widened_weight(weight: Tensor, w_scales: Tensor) -> Tensor:
     return weight.float() * w_scales.repeat_interleave(GROUP, 0)[:n].repeat_interleave(GROUP, 1)[:, :k]
 
 
-@op(cuda=fp8_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+@op(cuda=fp8_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def fp8_linear_op(
     x: Tensor,
     weight: Tensor,
@@ -363,10 +363,7 @@ def fp8_linear(
     return fp8_linear_op(x, weight, w_scales, x_scale, bias, residual)
 
 
-@op(
-    cuda=fp8_product_cuda,
-    meta=lambda x8, x_scales, rows, dtype, weight, *_: x8.new_empty(rows, weight.shape[0], dtype=dtype),
-)
+@op(cuda=fp8_product_cuda, meta=lambda x8, rows, dtype, weight: x8.new_empty(rows, weight.shape[0], dtype=dtype))
 def fp8_product_op(
     x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
     bias: Tensor | None, residual: Tensor | None, part: int = 0,

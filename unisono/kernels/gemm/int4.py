@@ -189,7 +189,7 @@ def int4_linear_cuda(
     return launch(x, weight, scales, zeros, group, bias, residual)
 
 
-@op(cuda=int4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+@op(cuda=int4_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def int4_linear_op(
     x: torch.Tensor,
     weight: torch.Tensor,

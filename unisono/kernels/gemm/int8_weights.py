@@ -142,7 +142,7 @@ def int8_weight_linear_cuda(
     return launch_int8_weight_linear(x, weight, scales, zeros, group, bias, residual)
 
 
-@op(cuda=int8_weight_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+@op(cuda=int8_weight_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def int8_weight_linear_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     bias: torch.Tensor | None, residual: torch.Tensor | None,

@@ -198,7 +198,7 @@ def empty(residual: torch.Tensor, t: LayerTailWeights) -> Made:
 
 @op(
     cuda=lambda x, residual, *weights: launch_layer_tail(x, residual, LayerTailWeights.of(*weights)),
-    meta=lambda x, residual, *weights: empty(residual, LayerTailWeights.of(*weights)),
+    meta=lambda residual, products, norms, eps, bias: empty(residual, LayerTailWeights.of(products, norms, eps, bias)),
 )
 def layer_tail_op(
     x: torch.Tensor, residual: torch.Tensor, products: list[torch.Tensor], norms: list[torch.Tensor], eps: list[float],

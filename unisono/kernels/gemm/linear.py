@@ -282,7 +282,7 @@ def linear_formula(
     return y if residual is None else y + residual
 
 
-@op(cuda=linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]), gradient=linear_formula)
+@op(cuda=linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]), gradient=linear_formula)
 def linear_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:

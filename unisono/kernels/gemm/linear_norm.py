@@ -61,9 +61,7 @@ def _in_turn(product: Callable[..., torch.Tensor], norm: Callable[..., torch.Ten
 linear_norm_cpu = _in_turn(linear_op.cpu, rms_norm.cpu)
 
 
-def _linear_norm_meta(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *_: object
-) -> Both:
+def _linear_norm_meta(residual: torch.Tensor) -> Both:
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 

@@ -242,7 +242,7 @@ def nvfp4_linear_cuda(
     return launch(x, weight, scales, multipliers, bias, residual)
 
 
-@op(cuda=nvfp4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+@op(cuda=nvfp4_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def nvfp4_linear_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor,
     bias: torch.Tensor | None, residual: torch.Tensor | None,

@@ -231,7 +231,7 @@ def adapted_linear_cuda(
     return out
 
 
-@op(cuda=adapted_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+@op(cuda=adapted_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def adapted_linear_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
     projections: Sequence[int], ids: torch.Tensor, arrived: Mutated[torch.Tensor],

@@ -249,7 +249,7 @@ def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tup
 
 
 def gate_up_rows(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *_: object, dtype: torch.dtype | None = None
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Allocate rows h [P (+ M), I] for the product of x and gate_up's weight [E (+ 1), 2 I, …]. dtype: None: that of
     x.
@@ -257,14 +257,12 @@ def gate_up_rows(
     return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2, dtype=dtype)
 
 
-def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def down_rows(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Allocate rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
     return h.new_empty(h.shape[0], weight.shape[1])
 
 
-def up_rows(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *_: object, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def up_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Allocate rows h [P, I] for the product of x and up's weight [E, I, …]. dtype: None: that of x."""
     return x.new_empty(ids.numel(), weight.shape[1], dtype=dtype)
 
@@ -389,10 +387,10 @@ def expert_gate_up_op(
 
 @op(cuda=_down_cuda, meta=down_rows)
 def expert_down_op(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
+    h: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
     tiles: torch.Tensor | None, bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    return down_cpu(down_rows(x, weight), x, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
+    return down_cpu(down_rows(h, weight), h, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
 
 
 def expert_gate_up(

@@ -223,10 +223,6 @@ def _up_cuda(*args):
     return _down_cuda(*args, up=True)
 
 
-def _up_meta(x, weight, scales, zeros, group, *plan):
-    return up_rows(x, weight, *plan)
-
-
 def _decoded(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, x: torch.Tensor
 ) -> Callable[[int], torch.Tensor]:
@@ -235,11 +231,7 @@ def _decoded(
     return lambda e: decode(weight[e], scales[e], None if zeros is None else zeros[e], group, x.dtype)
 
 
-def _gate_up_meta(x, weight, scales, zeros, group, *plan):
-    return gate_up_rows(x, weight, *plan)
-
-
-@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+@op(cuda=_gate_up_cuda, meta=gate_up_rows)
 def expert_integer_gate_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
@@ -251,14 +243,14 @@ def expert_integer_gate_up_op(
 
 @op(cuda=_down_cuda, meta=down_rows)
 def expert_integer_down_op(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    decoded = _decoded(weight, scales, zeros, group, x)
-    return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight))
+    decoded = _decoded(weight, scales, zeros, group, h)
+    return down_cpu(down_rows(h, weight), h, decoded, ids, experts, len(weight))
 
 
-@op(cuda=_up_cuda, meta=_up_meta)
+@op(cuda=_up_cuda, meta=up_rows)
 def expert_integer_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,

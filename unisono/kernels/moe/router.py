@@ -156,23 +156,14 @@ def choose_cpu(
     return ids.to(torch.int32), weights, gates
 
 
-def _route_meta(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    positions: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    experts: int,
-    top_k: int,
-    normalize: bool,
-    bias: torch.Tensor | None = None,
-    factors: torch.Tensor | None = None,
-) -> Routing:
+def empty_routing(x: torch.Tensor, weight: torch.Tensor, experts: int, top_k: int) -> Routing:
+    """Allocate the outputs of a router with rows x [M, H] and weight [E (+ 1), H]; experts: E."""
     rows = x.shape[0]
     ids, weights = (x.new_empty(rows, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
     return ids, weights, x.new_empty(rows if weight.shape[0] > experts else 0, dtype=torch.float32)
 
 
-@op(cuda=route_cuda, meta=_route_meta)
+@op(cuda=route_cuda, meta=empty_routing)
 def route_op(
     x: torch.Tensor,
     weight: torch.Tensor,

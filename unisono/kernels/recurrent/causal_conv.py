@@ -346,7 +346,7 @@ def launch_conv(
     return out
 
 
-def _causal_conv_meta(u: Tensor, weight: Tensor, ba: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _causal_conv_meta(u: Tensor, ba: Tensor) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), u.new_empty((u.shape[0], 2, ba.shape[1] // 2), dtype=torch.float32)
 
 

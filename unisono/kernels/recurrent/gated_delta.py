@@ -95,7 +95,7 @@ def launch_gated_delta(
 
     fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only).
     """
-    out = _gated_delta_meta(qkv, gates, state)
+    out = _gated_delta_meta(qkv, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0 and is_round:
         return out
@@ -151,7 +151,7 @@ def remember_chunk(
         )  # fmt: skip
 
 
-def _gated_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> Tensor:
+def _gated_delta_meta(qkv: Tensor, state: Tensor) -> Tensor:
     return qkv.new_empty((qkv.shape[0], state.shape[1] * state.shape[2]))
 
 

@@ -41,7 +41,7 @@ def launch_kimi_delta(
 
     fast_walk: use the faster walk for prompts in 16 bits on a GPU. It and the tile affect speed only.
     """
-    out = _kimi_delta_meta(qkv, gates, state)
+    out = _kimi_delta_meta(qkv, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0 and is_round:
         return out
@@ -89,7 +89,7 @@ def _options(sizes: Sizes, besides: int, is_round: bool) -> dict[str, Any]:
     return {**shape, "EXTRA": besides, "ROUND": is_round}
 
 
-def _kimi_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> Tensor:
+def _kimi_delta_meta(qkv: Tensor, state: Tensor) -> Tensor:
     return qkv.new_empty((qkv.shape[0], state.shape[1] * state.shape[2]))
 
 

@@ -28,7 +28,7 @@ def launch_mamba2(
     return launch_gated_delta(cbx, gates, state, bx_ring, gates_ring, *where, skip=skip)
 
 
-@op(cuda=launch_mamba2, meta=lambda cbx, gates, skip, state, *_: cbx.new_empty(len(cbx), state.shape[1:3].numel()))
+@op(cuda=launch_mamba2, meta=lambda cbx, state: cbx.new_empty(len(cbx), state.shape[1:3].numel()))
 def mamba2(
     cbx: Tensor, gates: Tensor, skip: Tensor, state: Mutated[Tensor], bx_ring: Mutated[Tensor],
     gates_ring: Mutated[Tensor], rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor,
