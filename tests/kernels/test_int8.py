@@ -20,8 +20,8 @@ from unisono.kernels.gemm.int8 import (
 )
 from unisono.kernels.gemm.int8_weights import (
     int8_decode,
+    int8_weight_linear,
     int8_weight_linear_cuda,
-    int8_weight_linear_op,
     launch_int8_decode,
     launch_int8_weight_linear,
 )
@@ -136,7 +136,7 @@ def test_weights_of_8_bits(shape, zeros, dtype, device, assert_close):
     assert torch.equal(decoded.cpu(), int8_decode(*stored, group, dtype))
     torch.testing.assert_close(decoded.cpu().double(), want, rtol=torch.finfo(dtype).eps, atol=1e-7)
     product = x.double() @ want.t()
-    assert_close(int8_weight_linear_op.cpu(x, *stored, group, None, None), product)
+    assert_close(int8_weight_linear.cpu(x, *stored, group, None, None), product)
     assert_close(
         int8_weight_linear_cuda(x.to(device), *on, group, bias.to(device), residual.to(device)),
         product + bias + residual,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.kernels.gemm.linear import linear_op
+from unisono.kernels.gemm.linear import linear
 from unisono.kernels.library import Mutated, SymbolicInt, op, schema_of
 from unisono.kernels.speculation.rounds import commit
 
@@ -23,8 +23,8 @@ def test_schemas_are_the_annotations() -> None:
         "all_types(Tensor x, Tensor(a!) y, Tensor(b!)? z, SymInt n, Tensor[] parts, ScalarType kind,"
         " Tensor? bias=None, float scale=1.0, bool keep=True, int? group=None) -> (Tensor, Tensor)"
     )
-    assert str(linear_op.overload._schema) == (
-        "unisono::linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor"
+    assert str(linear.overload._schema) == (
+        "unisono::linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None) -> Tensor"
     )
     assert [a.name for a in commit.overload._schema.arguments if a.is_write] == [
         "length", "status", "last_token", "history",

@@ -32,7 +32,7 @@ from unisono.kernels.gemm.decoded import (
     decoding_tile,
     integer_product,
 )
-from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.linear import linear, linear_cuda, residual_tile, store_sums
 from unisono.kernels.gemm.packed_gluon import launch_packed_rows, suits
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
@@ -178,8 +178,8 @@ def int4_linear_cuda(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     group: int,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, key = x.shape[0], (weight.shape[0], x.shape[1], group, x.dtype)
     if rows > FEW_ROWS and exact_unpacked.serves(key):
@@ -190,18 +190,6 @@ def int4_linear_cuda(
 
 
 @op(cuda=int4_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
-def int4_linear_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    return linear_op.cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
-
-
 def int4_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -218,7 +206,7 @@ def int4_linear(
     the product is rounded, then the bias is added and rounded, then the residual. A row's bits depend on that row, the
     weight, its bias and its residual only.
     """
-    return int4_linear_op(x, weight, scales, zeros, group, bias, residual)
+    return linear.cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
 
 
 def _aot_int4(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:

@@ -19,7 +19,7 @@ import triton.language as tl
 from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile, integer_product
 from unisono.kernels.gemm.int4 import int4_steps
-from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.linear import linear, linear_cuda, residual_tile, store_sums
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
@@ -135,7 +135,7 @@ prove_int8_weight, rehearse_int8_weight = exact_int8.prove, exact_int8.rehearse
 
 def int8_weight_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
-    bias: torch.Tensor | None, residual: torch.Tensor | None,
+    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     if x.shape[0] > FEW_ROWS and exact_int8.serves((*weight.shape, group, x.dtype)):
         return linear_cuda(x, launch_int8_decode(weight, scales, zeros, group, x.dtype), bias, residual)
@@ -143,28 +143,16 @@ def int8_weight_linear_cuda(
 
 
 @op(cuda=int8_weight_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
-def int8_weight_linear_op(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
-    bias: torch.Tensor | None, residual: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    return linear_op.cpu(x, int8_decode(weight, scales, zeros, group, x.dtype), bias, residual)
-
-
 def int8_weight_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``x [M, K] @ ((weight - zeros) * scales)^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
 
     weight uint8 [N, K]; scales fp32 and zeros int16 [N, G], one for each output and ``group`` inputs, a multiple of 32
     or at least K; without zeros 128 is subtracted. Roundings are those of ``int4_linear``.
     """
-    return int8_weight_linear_op(x, weight, scales, zeros, group, bias, residual)
+    return linear.cpu(x, int8_decode(weight, scales, zeros, group, x.dtype), bias, residual)
 
 
 def _aot(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:

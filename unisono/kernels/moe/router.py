@@ -164,27 +164,11 @@ def empty_routing(x: torch.Tensor, weight: torch.Tensor, experts: int, top_k: in
 
 
 @op(cuda=route_cuda, meta=empty_routing)
-def route_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    positions: torch.Tensor | None,
-    counts: Mutated[torch.Tensor | None],
-    experts: int,
-    top_k: int,
-    normalize: bool,
-    bias: torch.Tensor | None,
-    factors: torch.Tensor | None = None,
-) -> Routing:
-    logits = row_exact_product(x.float(), weight.float())
-    logits = logits if bias is None else logits + bias.float()
-    return choose_cpu(logits, positions, counts, experts, top_k, normalize, factors)
-
-
 def route(
     x: torch.Tensor,
     weight: torch.Tensor,
     positions: torch.Tensor | None,
-    counts: torch.Tensor | None,
+    counts: Mutated[torch.Tensor | None],
     experts: int,
     top_k: int,
     normalize: bool,
@@ -204,7 +188,9 @@ def route(
     where x is NaN. Padding has id E, no expert, and weight 0, so no expert's weights are read for it; in a pass of
     padding only, which is run for measurement, its ids cycle through the experts.
     """
-    return route_op(x, weight, positions, counts, experts, top_k, normalize, bias, factors)
+    logits = row_exact_product(x.float(), weight.float())
+    logits = logits if bias is None else logits + bias.float()
+    return choose_cpu(logits, positions, counts, experts, top_k, normalize, factors)
 
 
 AOT: list[AotCase] = [

@@ -2,8 +2,8 @@
 products, in fp32 and plain torch.
 
 :func:`recurrence_cpu` walks each row's chunks by a :data:`Rule`. ``kimi_delta_cpu`` and ``mamba2_cpu`` have other
-rules. Called by the ops of this folder. Every product has the shape of one chunk of one head, so a token's bits depend on its
-own chunk and the state before it alone. A twin may read values on the host, because an op is opaque to the tape.
+rules. Called by the ops of this folder. Every product has the shape of one chunk of one head, so a token's bits depend
+on its own chunk and the state before it alone. A twin may read values on the host, because an op is opaque to the tape.
 
 Shapes: T tokens, R rows, NR state rows, Hk / Hv key / value heads, K / V head sizes, N chunks of the pass, A rows that
 have a chunk at one step, c = CHUNK.
