@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -297,3 +297,24 @@ def _one_of_each(modules: Iterable[nn.Module]) -> Iterable[Linear]:
     """One layer of each shape and format."""
     layers = (m for m in modules if isinstance(m, Linear))
     return {(m.outputs, m.inputs, m.format): m for m in layers}.values()
+
+
+class EndsInLinear(nn.Module):
+    """Base of mixers and MLPs that end in one linear layer. last: name of its attribute.
+
+    y: the result of ``forward``, the layer's input [M, K].
+    """
+
+    last: ClassVar[str] = "o"
+
+    def project(
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
+        """Return (residual + layer(y), ``norm`` of it), each [M, hidden]; without a norm, the sum twice."""
+        layer: Linear = getattr(self, self.last)
+        return layer.then_norm(y, residual, norm)
+
+    def output(self, y: Activations) -> torch.Tensor:
+        """Return layer(y) [M, hidden]."""
+        out: torch.Tensor = getattr(self, self.last)(y)
+        return out

@@ -26,7 +26,7 @@ import triton
 from unisono.kernels.attention import hopper as attention_hopper
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu, attention_plan_cpu
-from unisono.kernels.attention.merge import launch_merge, merges_apart
+from unisono.kernels.attention.merge import launch_merge, merges_separately
 from unisono.kernels.attention.triton_kernels import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised, launch_quantize, quantised_cpu
@@ -192,17 +192,17 @@ def _launch(
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     own = (heads, kv_heads, head_dim), triton.cdiv(tokens, tile_tokens), g.window, g.first
-    options = {"apart": merges_apart(*own, g.sinks is None and g.until is None)} | options
-    apart = bool(options.pop("apart")) and g.partials > 0
+    options = {"separate_merge": merges_separately(*own, g.sinks is None and g.until is None)} | options
+    separate_merge = bool(options.pop("separate_merge")) and g.partials > 0
     plain = g.partials > 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None and g.until is None
     if plain and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens, g.window, g.first):
         attention_hopper_rounds.launch_round_attention(
             out, scales, q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals,
-            (state, acc), g.scale * LOG2_E.value, g.window, g.first, KEYS, merge=not apart,
+            (state, acc), g.scale * LOG2_E.value, g.window, g.first, KEYS, merge=not separate_merge,
         )  # fmt: skip
     else:
-        _launch_walk(out, scales, q, g, (state, acc), options, merge=not apart)
-    if apart:
+        _launch_walk(out, scales, q, g, (state, acc), options, merge=not separate_merge)
+    if separate_merge:
         launch_merge(out, scales, q, g.positions, g.work, g.num_items, state, acc, g.window)
 
 

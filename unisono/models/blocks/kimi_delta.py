@@ -22,6 +22,7 @@ from unisono.kv.specs import Recurrent, Remembered
 from unisono.kv.store import RecurrentView
 from unisono.layers.activations import Activations, gated_norm
 from unisono.layers.formats.base import PLAIN, WHOLE, Slices, WeightTarget
+from unisono.layers.linear import EndsInLinear
 from unisono.models.blocks.gated_delta import HEAD_SIZES, _parameter, _unit, _Weight, recurrent_share
 from unisono.models.load.build import Builder, require
 
@@ -64,7 +65,7 @@ class KimiDeltaSpec:
         return KimiDelta(self, builder)
 
 
-class KimiDelta(nn.Module):
+class KimiDelta(EndsInLinear):
     """See :class:`KimiDeltaSpec`. A mixer with recurrent state (``models/blocks/layers.py``)."""
 
     def __init__(self, spec: KimiDeltaSpec, builder: Builder) -> None:
@@ -155,17 +156,6 @@ class KimiDelta(nn.Module):
         qkv, gates = kimi_conv(u, *weights, state.snapshot["conv"], state.inputs["conv"], *where, starts)
         kept = state.snapshot["state"], state.inputs["kv"], state.inputs["gates"]
         return kimi_delta(qkv, gates, *kept, *where, starts)
-
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
-        return self.o.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        """``o(y)``."""
-        out: torch.Tensor = self.o(y)
-        return out
 
 
 class KimiTaps(_Weight):
