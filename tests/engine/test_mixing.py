@@ -12,7 +12,7 @@ from unisono.config import EngineConfig, Hardware, resolve
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import RoundWidths
-from unisono.engine.startup.buckets import decode_sizes
+from unisono.engine.startup.capture_candidates import decode_sizes
 from unisono.graphs import Features, GraphKey, PassShape
 from unisono.types import SpeculativeConfig
 

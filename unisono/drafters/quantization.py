@@ -134,5 +134,5 @@ def _converted(head: Linear, format: WeightFormat) -> Linear:
 
 def _fill(copy: Linear, head: Linear) -> None:
     """Convert the weights of a plain linear layer."""
-    for kind, place in copy.places():
-        place.fill(getattr(head, kind))
+    for kind, target in copy.weight_targets():
+        target.fill(getattr(head, kind))

@@ -199,7 +199,7 @@ class Linear(nn.Module):
         """Adapter of each row; None in a pass without adapters."""
         return None if self.adapter is None else self.adapter.plan(plain(x).shape[0])
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the layer, target) of each checkpoint tensor."""
         tensors = self.format.tensors(self.dtype)
         made = {kind: stored for kind, stored in tensors.items() if not stored.accepts}
@@ -207,12 +207,12 @@ class Linear(nn.Module):
         readings = self._joint_readings(rows)
         for kind, stored in tensors.items():
             if stored.accepts:
-                for number, (name, place) in enumerate(self._places(kind, stored, self.format)):
+                for number, (name, target) in enumerate(self._places(kind, stored, self.format)):
                     if kind in getattr(self.format, "joint", ()):
-                        fields = {field: getattr(place, field) for field in WeightTarget.__dataclass_fields__}
+                        fields = {field: getattr(target, field) for field in WeightTarget.__dataclass_fields__}
                         yield name, JointTarget(**fields, reading=readings[number])
                     else:
-                        yield name, replace(place, others={other: rows[other][number] for other in made})
+                        yield name, replace(target, others={other: rows[other][number] for other in made})
         if self.bias is not None:
             yield from self._places("bias", StoredTensor(self.dtype, FLOATS, inputs=0), None)
 
@@ -236,8 +236,8 @@ class Linear(nn.Module):
             if self.input_share != WHOLE and stored.inputs:
                 part = Slices(1, stored.columns(self.input_share.runs(self.inputs)))
             shape, *also = stored.stored_shapes(outputs, self.inputs)
-            place = WeightTarget(into, shape, stored.accepts, part, format, kind, also=tuple(also))
-            yield f"{projection}.{kind}" if projection else kind, place
+            target = WeightTarget(into, shape, stored.accepts, part, format, kind, also=tuple(also))
+            yield f"{projection}.{kind}" if projection else kind, target
 
     def _made(self, parameter: nn.Parameter, stored: StoredTensor) -> nn.Parameter:
         """The parameter, marked with its part of the whole tensor and the range of its dummy values."""

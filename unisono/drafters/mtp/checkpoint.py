@@ -113,7 +113,7 @@ class MTPLayout:
         def held(path: str, kind: str) -> bool:
             return path not in SHARED and named(path, kind) in tensors
 
-        found = weights.places(module, held)
+        found = weights.weight_targets(module, held)
         return {named(path, kind): place for path, kind, place in found if path not in shared}
 
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:

@@ -20,7 +20,7 @@ import numpy as np
 from unisono.engine.scheduling.adaptive import AcceptanceEstimate, AdaptiveK, RoundCosts
 from unisono.engine.scheduling.forced_drafts import ForcedDrafts
 from unisono.engine.sequence import Extend, FeaturePass, Pass, Round, Rows, Sequence
-from unisono.engine.startup.buckets import CPU_COST
+from unisono.engine.startup.capture_candidates import CPU_COST
 from unisono.engine.worker.progress import NOBODY, Progress
 from unisono.types import FinishReason
 from unisono.types.acceptance import FewerDrafts

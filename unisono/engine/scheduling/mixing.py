@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.sequence import Sequence, tokens_left
-from unisono.engine.startup.buckets import LEAST_TOKENS
+from unisono.engine.startup.capture_candidates import LEAST_TOKENS
 from unisono.graphs import GraphKey, PassShape
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from unisono.drafters.base import DivisibleDrafter, Drafter, DrafterContext, Pau
 from unisono.engine.offload import hold_host_pages, staging_bytes
 from unisono.engine.scheduling.forced_drafts import MAX_VERIFIED, with_forced_drafts
 from unisono.engine.sequence import RoundWidths
-from unisono.engine.startup.buckets import (
+from unisono.engine.startup.capture_candidates import (
     captured_lazily,
     decode_sizes,
     draft_choices,
@@ -68,7 +68,7 @@ from unisono.models.blocks.layer_tails import fuse_tails, rehearse_tails
 from unisono.models.blocks.router_recorder import RouterRecorder
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model, load_tower
-from unisono.models.load.splits import split_decisions
+from unisono.models.load.rank_report import rank_decisions
 from unisono.models.lora.adapters import AdapterLimits, attach_adapters
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.tower import AnyTower
@@ -232,7 +232,7 @@ class Build:
         """Record how the model is divided among ranks."""
         ranks = self._group.ranks
         if ranks.count > 1:
-            for choice in (*split_decisions(model), ("gathers go", *described(ranks.transport))):
+            for choice in (*rank_decisions(model), ("gathers go", *described(ranks.transport))):
                 self.decide(*choice)
         if model.divides_logits:
             value = f"{key_bytes(model.lm_head.outputs)} bytes a row from 17 rows on: the best of each part"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from unisono.config import ResolvedConfig
 from unisono.engine.disaggregation.page_bytes import PageBytes, SharedPages
 from unisono.engine.sequence import Extend
-from unisono.engine.startup.buckets import CPU_COST, check_full
+from unisono.engine.startup.capture_candidates import CPU_COST, check_full
 from unisono.engine.startup.start_notes import StartNotes, shape_files
 from unisono.engine.worker.build import Build
 from unisono.engine.worker.commands import Command, FileOutcomes, ResetSlots

@@ -31,7 +31,7 @@ from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4
 from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import Int4Experts
-from unisono.layers.formats.quantization_config import named
+from unisono.layers.formats.module_patterns import named
 from unisono.types import CheckpointError
 
 EACH = 8

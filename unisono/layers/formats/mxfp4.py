@@ -18,7 +18,7 @@ from unisono.kernels import exact_blas, linear, rms_norm
 from unisono.kernels.moe.mxfp4 import GROUP, decode
 from unisono.layers.formats.base import PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import MXFP4Experts
-from unisono.layers.formats.quantization_config import named
+from unisono.layers.formats.module_patterns import named
 from unisono.types import CheckpointError
 
 NOT_A_NUMBER = 255

@@ -169,7 +169,7 @@ class KimiTaps(_Weight):
         taps = self.weight.data.permute(2, 1, 0).contiguous()
         self.weight.data = taps.permute(2, 1, 0)  # a tap's channels are contiguous, as the kernel reads them
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name, target) of each part."""
         part = None if self.share == WHOLE else Slices(0, self.share.runs(self.whole[0]))
         for name, rows in zip(PARTS, self.weight.data.chunk(3), strict=True):
@@ -185,7 +185,7 @@ class KimiDecay(nn.Module):
         of_rank = torch.float32, builder.device, builder.share
         self.A_log, self.dt_bias = (_parameter((size,), *of_rank) for size in self.sizes)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name, target) of both tensors."""
         heads, channels = self.sizes
         parts = [None if self.share == WHOLE else Slices(dim, self.share.runs(size)) for dim, size in

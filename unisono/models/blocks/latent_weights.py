@@ -63,7 +63,7 @@ class UpProjections(nn.Module):
         _, keys, values, _ = self.sizes
         return ((self.first * (keys + values), (self.first + len(self.keys)) * (keys + values)),)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name, target) of the weight, and of its scales if it has any."""
         heads, keys, values, latent = self.sizes
         rows = heads * (keys + values)
