@@ -36,7 +36,7 @@ def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
         features=Features(),
         mixed_key=lambda tokens, room: GraphKey("mixed", PassShape(tokens + room, 1 + room)),
         planner=SimpleNamespace(launched_ms=lambda key: COSTS[key.program]),
-        filling=lambda tokens, room: tokens,
+        tokens_filling_graph=lambda tokens, room: tokens,
     )
     controller = SimpleNamespace(drafts_nothing=lambda running: not drafts, round_ms=lambda running: round_ms)
     return Mixing(runner, controller)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_info_reports_expected_pass_times() -> None:
 
 def test_mixed_pass_fills_its_graph_from_waiting_prompts() -> None:
     asked = mixing("cuda", 5.0)
-    asked._runner.filling = lambda tokens, room: 128  # type: ignore[method-assign]
+    asked._runner.tokens_filling_graph = lambda tokens, room: 128  # type: ignore[method-assign]
     prompt: Any = SimpleNamespace(states={}, tokens=[0] * 1000, extended=0)
     assert asked.prompt_tokens(RUNNING, [prompt], lambda ms: 200) == 128
     prompt.extended = 850

@@ -134,7 +134,7 @@ class Build:
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         self.decode_sizes = decode_sizes(config)
         memory = SleepingMemory(config.device) if config.requested.enable_sleep_mode else None
-        sizes = config.max_num_seqs + 1, self.paths, config.max_model_len, self.widths.reading
+        sizes = config.max_num_seqs + 1, self.paths, config.max_model_len, self.widths.host_drafted
         store = StateStore(*sizes, config.device, None if memory is None else memory.zeros)
         listed = [catalog.features.load(name) for name in catalog.features.listed]
         schema = slot_schema([field for feature in listed for field in feature.slot_fields(c)])
@@ -484,7 +484,7 @@ class Build:
         prefixes.
         """
         config, worker = self.config, self.worker
-        sizes = StateSizes(self.widths.reading, config.max_num_batched_tokens, config.max_model_len)
+        sizes = StateSizes(self.widths.host_drafted, config.max_num_batched_tokens, config.max_model_len)
         windows = {w: WindowPool(w, 1) for w in worker.store.window_groups if w != ALL}
         prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}

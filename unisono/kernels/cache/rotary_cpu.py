@@ -65,10 +65,7 @@ def rope_and_cache_cpu(
         if v_norm:
             values = rms_norm.cpu(values, values.new_ones(dim, dtype=torch.float32), eps)
         at = _rows(slot_mapping, num_kv_heads, k_cache.shape[2])
-        for new, cache, scales in (
-            (x[:, num_heads:], k_cache, k_scales),
-            (values, v_cache, v_scales),
-        ):
+        for new, cache, scales in ((x[:, num_heads:], k_cache, k_scales), (values, v_cache, v_scales)):
             if scales is not None:
                 new, exponents = quantised(new)
                 scales.view(-1, 1).index_copy_(0, at, exponents.view(-1, 1))
