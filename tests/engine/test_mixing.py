@@ -74,7 +74,7 @@ def test_mixed_pass_is_compared_with_the_measured_round() -> None:
             extending=[],
             max_extend_rows=8,
             widths=RoundWidths(1, 1),
-            _able=lambda rows, width: rows,
+            _with_pages=lambda rows, width: rows,
         )
         assert Scheduler._with_decodes(scheduler, 50) == (68, RUNNING)
         assert asked.pop() == round_ms

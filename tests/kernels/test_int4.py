@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from unisono.kernels.gemm import int4
+from unisono.kernels.gemm import decoded, int4
 from unisono.kernels.gemm.int4 import (
     int4_linear,
     int4_linear_cuda,
@@ -74,7 +74,7 @@ def test_unpacking_is_one_rounding_and_both_products_agree(shape, zeros, dtype, 
     x = torch.randn(rows, k, device=device).to(dtype)
     packed = launch_int4_linear(x, *on(device, *stored), group, None, None)
     # The interpreter adds up each tile of K before it adds tiles, a GPU does not: there it has the same tiles of K.
-    tile = None if device.type == "cuda" else Tile(16, 32, int4.int4_steps(group)[0], 4, 2)
+    tile = None if device.type == "cuda" else Tile(16, 32, decoded.integer_steps(group)[0], 4, 2)
     assert torch.equal(packed, launch_linear(x, unpacked, None, None, tile)), "the plain product has other bits"
 
 

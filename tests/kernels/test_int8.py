@@ -8,8 +8,8 @@ import torch
 from tests.kernels.gluon_threads import Descriptor, Machine
 from unisono.kernels import hopper
 from unisono.kernels.gemm import fp8_gluon
+from unisono.kernels.gemm.decoded import integer_steps
 from unisono.kernels.gemm.fp8_quantize import INT8_ROWS, Quantised, quantised_cpu, quantize
-from unisono.kernels.gemm.int4 import int4_steps
 from unisono.kernels.gemm.int8 import (
     exact_int8_rows,
     int8_linear,
@@ -142,5 +142,5 @@ def test_weights_of_8_bits(shape, zeros, dtype, device, assert_close):
         product + bias + residual,
     )
     packed = launch_int8_weight_linear(x.to(device), *on, group, None, None)
-    tile = None if device.type == "cuda" else Tile(16, 32, int4_steps(group)[0], 4, 2)
+    tile = None if device.type == "cuda" else Tile(16, 32, integer_steps(group)[0], 4, 2)
     assert torch.equal(packed, launch_linear(x.to(device), decoded, None, None, tile))

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.cards import HOPPER, shared_memory
-from unisono.kernels.gemm.decoded import integer_product
-from unisono.kernels.gemm.int4 import int4_steps, unpack_cpu
+from unisono.kernels.gemm.decoded import integer_product, integer_steps
+from unisono.kernels.gemm.int4 import unpack_cpu
 from unisono.kernels.gemm.int8_weights import int8_decode
 from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
@@ -143,7 +143,7 @@ def _integer_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, coun
 
 def _blocking(tile: Tile, group: int, has_zeros: bool, each: int) -> dict[str, int]:
     """Compile-time arguments of the tile and the weight. each: numbers in a byte."""
-    width, steps = int4_steps(group)
+    width, steps = integer_steps(group)
     return {
         "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "EACH": each,
         "num_warps": tile.warps, "num_stages": tile.stages,
