@@ -160,7 +160,7 @@ def sides(paged: Paged, q: torch.Tensor, width: int) -> list[str]:
         by_hopper(heads, gluon)
 
         def run(layer: int, apart: bool = apart) -> torch.Tensor:
-            return ops.launch_attention(q, *paged.caches[layer][:2], *where, *how, apart=apart)
+            return ops.launch_attention(q, *paged.caches[layer][:2], *where, *how, separate_merge=apart)
 
         try:
             seen[name] = run(0)
@@ -181,7 +181,7 @@ def compile_attention(heads: Heads, rows: tuple[int, ...], plans: Plans) -> None
         paged.backend.plan(inputs, heads.window)
         where, how = (paged.table, inputs.positions, *inputs.plan), (paged.scale, heads.window)
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
-            ops.launch_attention(q, *paged.caches[0][:2], *where, *how, apart=apart)
+            ops.launch_attention(q, *paged.caches[0][:2], *where, *how, separate_merge=apart)
 
     for keys, gluon in itertools.product(dict.fromkeys(keys for keys, _ in plans), (True, False)):
         by_hopper(heads, gluon)

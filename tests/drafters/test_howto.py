@@ -6,7 +6,6 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,13 +60,14 @@ def test_the_package_installs(package: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A package that declares two drafters, one under a name of the catalog."""
-    points = [
-        EntryPoint("repeat", "collections:OrderedDict", "unisono.drafters"),
-        EntryPoint("ngram", "collections:OrderedDict", "unisono.drafters"),
-    ]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == "unisono.drafters" else [])
+    info = tmp_path / "declared-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1.0\n")
+    names = "".join(f"{name} = collections:OrderedDict\n" for name in ("repeat", "ngram"))
+    (info / "entry_points.txt").write_text(f"[unisono.drafters]\n{names}")
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.usefixtures("installed")

@@ -169,7 +169,7 @@ def test_same_bytes(way: str, qwen3: Path, adapters: dict[str, LoRARequest], alo
         if way not in ("one place", "chunks of 16"):
             assert run(llm, PROMPTS, PARAMS, mixed(adapters)) == alone
             idle(llm)
-            llm.engine.runner.planner.forget()
+            llm.engine.runner.planner.reset_counts()
         assert run(llm, PROMPTS, PARAMS, mixed(adapters)) == alone, "after prefix hits and captures"
         idle(llm)
         llm.engine.check_integrity()

@@ -19,7 +19,7 @@ from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, SCARCE, Checkpoints
 from unisono.drafters.base import PausableDrafter
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.sequence import Extend
-from unisono.engine.startup.buckets import usual_name
+from unisono.engine.startup.capture_candidates import usual_name
 from unisono.entrypoints.llm import LLM
 from unisono.types import ConfigError, EngineRequest, SamplingParams, SpeculativeConfig, StructuredOutputs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine.helpers import engine
-from unisono.engine.startup.buckets import _sparse, tile_edges
+from unisono.engine.startup.capture_candidates import _sparse, tile_edges
 from unisono.graphs import BufferSchema, PassShape, Program
 from unisono.graphs.buckets import Buckets
 

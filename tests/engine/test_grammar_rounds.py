@@ -154,11 +154,11 @@ def test_a_round_with_a_grammar_is_two_replays_and_others_have_their_own(certain
     """Each kind commits what it would alone, in as many rounds; without a grammar there is nothing but rounds."""
     alone = []
     for prompt, params in (([1, 2, 3], FREE_RUN), ([4, 5], FORM)):
-        certain.engine.runner.planner.forget()
+        certain.engine.runner.planner.reset_counts()
         alone += play(certain, [prompt], [params])
         programs = rounds(certain).keys()
         assert programs == ({"round"} if params is FREE_RUN else {"draft", "verify"})
-    certain.engine.runner.planner.forget()
+    certain.engine.runner.planner.reset_counts()
     together = play(certain, [[1, 2, 3], [4, 5]], [FREE_RUN, FORM])
     assert [(e.tokens, e.rounds) for e in together] == [(e.tokens, e.rounds) for e in alone]
     counts, (free, form) = rounds(certain), together

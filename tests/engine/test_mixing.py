@@ -12,7 +12,7 @@ from unisono.config import EngineConfig, Hardware, resolve
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.scheduling.scheduler import Scheduler
 from unisono.engine.sequence import RoundWidths
-from unisono.engine.startup.buckets import decode_sizes
+from unisono.engine.startup.capture_candidates import decode_sizes
 from unisono.graphs import Features, GraphKey, PassShape
 from unisono.types import SpeculativeConfig
 
@@ -36,7 +36,7 @@ def mixing(device: str, round_ms: float, drafts: bool = False) -> Mixing:
         features=Features(),
         mixed_key=lambda tokens, room: GraphKey("mixed", PassShape(tokens + room, 1 + room)),
         planner=SimpleNamespace(launched_ms=lambda key: COSTS[key.program]),
-        filling=lambda tokens, room: tokens,
+        tokens_filling_graph=lambda tokens, room: tokens,
     )
     controller = SimpleNamespace(drafts_nothing=lambda running: not drafts, round_ms=lambda running: round_ms)
     return Mixing(runner, controller)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_mixed_pass_is_compared_with_the_measured_round() -> None:
             extending=[],
             max_extend_rows=8,
             widths=RoundWidths(1, 1),
-            _able=lambda rows, width: rows,
+            _with_pages=lambda rows, width: rows,
         )
         assert Scheduler._with_decodes(scheduler, 50) == (68, RUNNING)
         assert asked.pop() == round_ms
@@ -88,7 +88,7 @@ def test_info_reports_expected_pass_times() -> None:
 
 def test_mixed_pass_fills_its_graph_from_waiting_prompts() -> None:
     asked = mixing("cuda", 5.0)
-    asked._runner.filling = lambda tokens, room: 128  # type: ignore[method-assign]
+    asked._runner.tokens_filling_graph = lambda tokens, room: 128  # type: ignore[method-assign]
     prompt: Any = SimpleNamespace(states={}, tokens=[0] * 1000, extended=0)
     assert asked.prompt_tokens(RUNNING, [prompt], lambda ms: 200) == 128
     prompt.extended = 850

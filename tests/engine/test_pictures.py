@@ -88,7 +88,7 @@ def test_same_bytes(seeing: Path, vision: VisionConfig, alone: list[list[int]], 
         prompts, how = batch(llm, vision), mixed_params(8)
         assert run(llm, prompts, how) == alone
         idle(llm)
-        llm.engine.runner.planner.forget()
+        llm.engine.runner.planner.reset_counts()
         assert run(llm, prompts, how) == alone, "after prefix hits, with the graphs that were missing"
         assert llm.engine.scheduler.prefix_hits > 0
         if "enforce_eager" not in WAYS[way]:

@@ -153,7 +153,7 @@ def test_aborts_are_forwarded_to_the_prefill_engine(tmp_path: Path) -> None:
         assert not other.engine.has_work()
         other.engine.check_integrity()
         while one.engine.roles.service._jobs and time.monotonic() < until:  # type: ignore[union-attr]
-            if one.engine.roles.service.has_news:  # type: ignore[union-attr]
+            if one.engine.roles.service.has_requests:  # type: ignore[union-attr]
                 one.engine.step()
         while one.engine.has_work():
             one.engine.step()

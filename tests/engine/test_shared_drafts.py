@@ -17,7 +17,7 @@ from tests.engine.matrix import PARAMS, PROMPTS, SCARCE, config_of
 from tests.engine.pictures import make_seeing, run, several, vision_of
 from unisono.drafters.block.drafter import DFlashDrafter
 from unisono.engine.scheduling.adaptive import AcceptanceEstimate
-from unisono.engine.startup.buckets import shared_choices
+from unisono.engine.startup.capture_candidates import shared_choices
 from unisono.entrypoints.llm import LLM
 from unisono.types import ConfigError, SamplingParams, SpeculativeConfig, StructuredOutputs
 

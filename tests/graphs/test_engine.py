@@ -136,8 +136,8 @@ def test_prompt_logprobs_replay_graphs(qwen3: Path) -> None:
 
 def test_idle_engine_captures_missing_graphs(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt passes for which nothing was captured at start, because few were expected."""
-    from unisono.engine.startup import buckets as buckets_module
-    from unisono.engine.startup.buckets import buckets_of
+    from unisono.engine.startup import capture_candidates as buckets_module
+    from unisono.engine.startup.capture_candidates import buckets_of
     from unisono.graphs.cost import PassCost
 
     def few(*args: Any) -> Any:

@@ -29,7 +29,7 @@ def captured(planner: Planner) -> list[int]:
 
 
 def test_deferred_graphs_are_captured_when_idle() -> None:
-    planner = planned(4, 8, later=True, passes=1000.0)
+    planner = planned(4, 8, deferred=True, passes=1000.0)
     assert captured(planner) == []
     assert answer(planner, 3) is Reason.NOT_CAPTURED
     assert [planner.capture_missing() for _ in range(3)] == [1, 1, 0]
@@ -52,7 +52,7 @@ def test_common_sizes_are_captured_at_start_and_rare_ones_when_idle() -> None:
 
 
 def test_dropped_graphs_are_not_captured_when_idle() -> None:
-    planner = planned(4, 8, later=True, passes=1000.0)
+    planner = planned(4, 8, deferred=True, passes=1000.0)
     planner.budget = 0
     assert planner.capture_missing() == 0
     assert answer(planner, 3) is Reason.OVER_BUDGET
@@ -95,7 +95,7 @@ def test_a_pass_is_cut_short_to_fill_a_graph(tokens: int, decodes: int, filled: 
         features=Features(),
         mixed_key=lambda tokens, decodes: GraphKey("mixed", PassShape(tokens + decodes, 1 + decodes)),
     )
-    assert Runner.filling(runner, tokens, decodes) == filled
+    assert Runner.tokens_filling_graph(runner, tokens, decodes) == filled
 
 
 def test_prompt_pass_tokens_fill_the_graph() -> None:
@@ -110,7 +110,7 @@ def test_prompt_pass_tokens_fill_the_graph() -> None:
         mixed_key=lambda tokens, decodes: GraphKey("mixed", PassShape(tokens + decodes, 1 + decodes)),
     )
     taken = [
-        Runner.launched_ms(runner, SimpleNamespace(tokens=tokens, decodes=[0] * decodes, room=4 if decodes else 0))  # type: ignore[arg-type]
+        Runner.launched_ms(runner, SimpleNamespace(tokens=tokens, decodes=[0] * decodes, decode_rows=4 * (decodes > 0)))
         for tokens, decodes in ((10, 0), (13, 0), (25, 0), (9, 1), (14, 2))
     ]
     assert taken == [12.0, 18.0, 25.0, 16.0, 16.0]
@@ -121,4 +121,4 @@ def test_passes_are_not_shortened_if_all_replay() -> None:
     planner = LonePlanner(CPU)
     planner.capture([Buckets(program(double), shapes(8, 16), cost=PassCost.linear(1.0, 1.0))])
     assert captured(planner) == [8, 16]
-    assert planner.filled(GraphKey("p", PassShape(12))) == 0
+    assert planner.full_graph_rows(GraphKey("p", PassShape(12))) == 0

@@ -71,7 +71,7 @@ def test_a_pass_has_the_fields_of_its_needs(warm: bool) -> None:
         outputs(planner, 3, features)
     while warm and planner.capture_missing():
         pass
-    planner.forget()
+    planner.reset_counts()
     assert outputs(planner, 3) == {"result": [[1, 2]] * 3}
     assert outputs(planner, 3, EMBEDS) == {"result": [[11, 12]] * 3}
     assert outputs(planner, 3, BOTH) == {"result": [[11, 12]] * 3, "twice": [[22, 24]] * 3}

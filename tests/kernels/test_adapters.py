@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from unisono.kernels.gemm.linear import launch_linear, linear_op
+from unisono.kernels.gemm.linear import launch_linear, linear
 from unisono.kernels.gemm.linear_norm import linear_norm_cpu
 from unisono.kernels.lora.adapters import (
     AdapterPlan,
@@ -166,7 +166,7 @@ def test_one_launch_matches_float64(run, shape, has_bias, dtype, device, assert_
     weight, bias = weights(sum(shape[2]), shape[1], dtype, where)
     bias = bias if has_bias else None
     out = in_one_launch(run, weight, bias, x, a, b, shape[2], ids)
-    y = (linear_op.cpu if run == "twin" else launch_linear)(x, weight, bias, None)
+    y = (linear.cpu if run == "twin" else launch_linear)(x, weight, bias, None)
     assert_close(out, oracle(y, x, a, b, shape[2], ids))
     none = ids == LOADED
     assert torch.equal(out[none], y[none])
@@ -194,7 +194,7 @@ def test_one_launch_has_the_bits_of_launches_of_their_own(run, rows, dtype, devi
     projections = (64, 24, 8)
     _, x, a, b, ids = inputs(rows, 600, projections, 16, dtype, where)
     weight, bias = weights(96, 600, dtype, where)
-    y = (linear_op.cpu if run == "twin" else launch_linear)(x, weight, bias, None)
+    y = (linear.cpu if run == "twin" else launch_linear)(x, weight, bias, None)
     wanted = added(run, y, x, a, b, projections, plan(ids))
     assert torch.equal(in_one_launch(run, weight, bias, x, a, b, projections, ids), wanted)
 

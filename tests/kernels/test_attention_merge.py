@@ -23,7 +23,7 @@ def rounds(case: Requests, width: int, monkeypatch, most: int) -> tuple[list[tor
 
 
 @pytest.mark.parametrize(("width", "window", "planned"), [(1, 0, False), (3, 300, True), (2, 40, True), (1, 40, False)])
-def test_merge_apart_has_the_same_bits(width, window, planned, monkeypatch):
+def test_a_separate_merge_has_the_same_bits(width, window, planned, monkeypatch):
     torch.manual_seed(0)
     sizes = {"heads": 4, "kv_heads": 2, "dim": 256, "window": window, "planned_window": planned}
     case = Requests(LENGTHS, True, torch.float16, **sizes, to_e4m3=True)
@@ -36,12 +36,12 @@ def test_merge_apart_has_the_same_bits(width, window, planned, monkeypatch):
         assert (ours[1] == 0).all(), "padding"
 
 
-def test_merges_apart_where_it_is_served():
+def test_splits_merge_separately_where_that_is_served():
     wide = (16, 2, 512)
-    assert merge.merges_apart(wide, 16, 0, 0, True)
-    assert merge.merges_apart((16, 8, 256), 8, 1024, 0, True)
-    assert not merge.merges_apart((16, 8, 256), 9, 1024, 0, True), "tiles enough for all processors"
-    assert not merge.merges_apart((32, 8, 128), 1, 0, 0, True)
-    assert not merge.merges_apart(wide, 1, -64, 0, True)
-    assert not merge.merges_apart(wide, 1, 0, 1, True)
-    assert not merge.merges_apart(wide, 1, 0, 0, False)
+    assert merge.merges_separately(wide, 16, 0, 0, True)
+    assert merge.merges_separately((16, 8, 256), 8, 1024, 0, True)
+    assert not merge.merges_separately((16, 8, 256), 9, 1024, 0, True), "tiles enough for all processors"
+    assert not merge.merges_separately((32, 8, 128), 1, 0, 0, True)
+    assert not merge.merges_separately(wide, 1, -64, 0, True)
+    assert not merge.merges_separately(wide, 1, 0, 1, True)
+    assert not merge.merges_separately(wide, 1, 0, 0, False)

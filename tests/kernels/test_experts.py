@@ -17,8 +17,10 @@ from unisono.kernels.moe.combine import (
 )
 from unisono.kernels.moe.experts import (
     _same_bits,
+    exact_experts,
     expert_down,
     expert_gate_up,
+    expert_tile,
     expert_tiles,
     expert_up_op,
     launch_down,
@@ -40,6 +42,17 @@ SHAPES = [  # M, H, I, E, top_k, shared experts that ride along
     (9, 16, 16, 1, 1, 1),
     (6, 48, 17, 5, 5, 0),
 ]
+
+
+def test_a_proof_of_gated_experts_serves_no_others(monkeypatch):
+    """Gate and up [E, 2 I, H] may have the shape of a stack of up alone, which other code multiplies."""
+    stack, down = torch.empty(4, 64, 32, dtype=torch.bfloat16), torch.empty(4, 32, 32, dtype=torch.bfloat16)
+    for key in exact_experts.keys(stack, down, 4, 2, True):
+        monkeypatch.setitem(exact_experts.serving, key, True)
+    pairs = 4 * experts_gluon.FEWEST
+    assert expert_tile(pairs, 4, stack) == experts_gluon.TILE_PAIRS
+    assert expert_tile(pairs, 4, stack, gated=False) == expert_tiles(pairs, 4, stack.dtype).rows
+    assert not {*exact_experts.keys(stack, down, 4, 2, False)} <= {*exact_experts.serving}
 
 
 @pytest.mark.parametrize("plan", ["lead", "sorted", "twin"])

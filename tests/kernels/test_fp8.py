@@ -13,7 +13,6 @@ from unisono.kernels.gemm import fp8, fp8_gluon, fp8_quantize
 from unisono.kernels.gemm.fp8 import (
     fp8_linear,
     fp8_linear_cuda,
-    fp8_linear_op,
     launch_fp8_product,
 )
 from unisono.kernels.gemm.fp8_quantize import E4M3, launch_quantize, quantised_cpu, quantize_cpu
@@ -21,7 +20,7 @@ from unisono.kernels.gemm.tile import Tile
 
 SHAPES = [(1, 64, 128), (5, 130, 200), (20, 40, 640)]  # M, N, K
 KINDS = ["by block", "by output", "fixed"]
-RUNS = [fp8_linear_cuda, fp8_linear_op.cpu]
+RUNS = [fp8_linear_cuda, fp8_linear.cpu]
 
 
 def weight_of(n: int, k: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -85,7 +84,7 @@ def test_matches_float64(run, shape, kind, dtype, device, assert_close):
     x, bias, residual = (torch.randn(size).to(dtype) for size in ((rows, k), (n,), (rows, n)))
     x[0] *= 30
     product = quantised(x, kind, fixed) @ dequantised(weight, scales).t()
-    device = torch.device("cpu") if run is fp8_linear_op.cpu else device
+    device = torch.device("cpu") if run is fp8_linear.cpu else device
     given = on(device, x, weight, scales, fixed)
     assert_close(run(*given, None, None), product, e4m3=True)
     assert_close(run(*given, *on(device, bias, residual)), product + bias + residual, e4m3=True)
@@ -113,8 +112,8 @@ def test_activations_are_quantised_alike(group, k, dtype, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_rows_are_exact(run, kind, dtype, device, assert_rows_exact):
-    device = torch.device("cpu") if run is fp8_linear_op.cpu else device
-    n, k, rows = (130, 300, 24) if run is fp8_linear_op.cpu or device.type == "cuda" else (40, 150, 5)
+    device = torch.device("cpu") if run is fp8_linear.cpu else device
+    n, k, rows = (130, 300, 24) if run is fp8_linear.cpu or device.type == "cuda" else (40, 150, 5)
     weight, scales, fixed = on(device, *weight_of(n, k, kind))
     x, residual = torch.randn(rows, k).to(device, dtype), torch.randn(rows, n).to(device, dtype)
     assert_rows_exact(lambda x, residual: run(x, weight, scales, fixed, None, residual), x, residual)
@@ -169,7 +168,7 @@ def test_both_products_give_one_rows_bits(kind, device):
 def test_op_dispatches_and_knows_its_shape():
     weight, scales, _ = weight_of(40, 200, "by block")
     x = torch.randn(3, 200)
-    assert torch.equal(fp8_linear(x, weight, scales), fp8_linear_op.cpu(x, weight, scales, None, None, None))
+    assert torch.equal(fp8_linear(x, weight, scales), fp8_linear.cpu(x, weight, scales, None, None, None))
     assert fp8_linear(x[:0], weight, scales).shape == (0, 40)
     assert fp8_linear(*(t.to("meta") for t in (x, weight, scales))).shape == (3, 40)
     assert fp8.prove_fp8(weight, scales, torch.float32), "nothing to compare on a CPU"

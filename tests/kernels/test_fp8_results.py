@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unisono.kernels import rms_norm, sigmoid_gate, silu_mul
-from unisono.kernels.gemm.fp8 import fp8_linear, fp8_linear_op, fp8_product
+from unisono.kernels.gemm.fp8 import fp8_linear, fp8_product
 from unisono.kernels.gemm.fp8_quantize import INT8_ROWS, Quantised, launch_quantize, padded_rows, quantize
 from unisono.kernels.gemm.int8 import launch_quantize_int8
 from unisono.kernels.moe.combine import (
@@ -172,7 +172,7 @@ def test_a_product_of_quantised_rows_is_the_linear_layers(by_block, dtype):
     q = quantize(x, 128 if by_block else 0)
     assert torch.equal(fp8_product(q, weight, scales), fp8_linear(x, weight, scales))
     both = fp8_product(q, weight, scales, bias, residual)
-    assert torch.equal(both, fp8_linear_op.cpu(x, weight, scales, None, bias, residual))
+    assert torch.equal(both, fp8_linear.cpu(x, weight, scales, None, bias, residual))
     meta = Quantised(q.x8.to("meta"), q.scales.to("meta"), q.group, 5, dtype)
     shape = fp8_product(meta, weight.to("meta"), scales.to("meta"))
     assert shape.shape == (5, 130)

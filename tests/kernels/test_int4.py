@@ -7,11 +7,10 @@ import importlib
 import pytest
 import torch
 
-from unisono.kernels.gemm import int4
+from unisono.kernels.gemm import decoded, int4
 from unisono.kernels.gemm.int4 import (
     int4_linear,
     int4_linear_cuda,
-    int4_linear_op,
     launch_int4_linear,
     launch_unpack,
     unpack_cpu,
@@ -22,7 +21,7 @@ from unisono.kernels.gemm.tile import Tile
 linear = importlib.import_module("unisono.kernels.gemm.linear")  # the package's attribute of that name is the function
 
 SHAPES = [(1, 64, 256, 128), (5, 70, 96, 32), (20, 33, 192, 64), (3, 40, 120, 120)]  # M, N, K, group
-RUNS = [int4_linear_cuda, int4_linear_op.cpu]
+RUNS = [int4_linear_cuda, int4_linear.cpu]
 
 
 def weight_of(n: int, k: int, group: int, zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -54,7 +53,7 @@ def test_matches_float64(run, shape, zeros, dtype, device, assert_close):
     stored = weight_of(n, k, group, zeros)
     weight = dequantised(*stored, group)
     x, bias, residual = (torch.randn(size).to(dtype) for size in ((rows, k), (n,), (rows, n)))
-    device = torch.device("cpu") if run is int4_linear_op.cpu else device
+    device = torch.device("cpu") if run is int4_linear.cpu else device
     given = (*on(device, x, *stored), group)
     product = x.double() @ weight.t()
     assert_close(run(*given, None, None), product)
@@ -75,14 +74,14 @@ def test_unpacking_is_one_rounding_and_both_products_agree(shape, zeros, dtype, 
     x = torch.randn(rows, k, device=device).to(dtype)
     packed = launch_int4_linear(x, *on(device, *stored), group, None, None)
     # The interpreter adds up each tile of K before it adds tiles, a GPU does not: there it has the same tiles of K.
-    tile = None if device.type == "cuda" else Tile(16, 32, int4.int4_steps(group)[0], 4, 2)
+    tile = None if device.type == "cuda" else Tile(16, 32, decoded.integer_steps(group)[0], 4, 2)
     assert torch.equal(packed, launch_linear(x, unpacked, None, None, tile)), "the plain product has other bits"
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_rows_are_exact(run, dtype, device, assert_rows_exact):
-    device = torch.device("cpu") if run is int4_linear_op.cpu else device
-    rows, n, k = (24, 70, 256) if run is int4_linear_op.cpu or device.type == "cuda" else (6, 40, 96)
+    device = torch.device("cpu") if run is int4_linear.cpu else device
+    rows, n, k = (24, 70, 256) if run is int4_linear.cpu or device.type == "cuda" else (6, 40, 96)
     stored = on(device, *weight_of(n, k, 32, True))
     x, residual = torch.randn(rows, k).to(device, dtype), torch.randn(rows, n).to(device, dtype)
     assert_rows_exact(lambda x, residual: run(x, *stored, 32, None, residual), x, residual)
@@ -109,7 +108,7 @@ def test_both_products_give_one_rows_bits(device):
 def test_op_dispatches_and_knows_its_shape():
     stored = weight_of(40, 128, 64, True)
     x = torch.randn(3, 128)
-    assert torch.equal(int4_linear(x, *stored, 64), int4_linear_op.cpu(x, *stored, 64, None, None))
+    assert torch.equal(int4_linear(x, *stored, 64), int4_linear.cpu(x, *stored, 64, None, None))
     assert int4_linear(x[:0], *stored, 64).shape == (0, 40)
     assert int4_linear(x.to("meta"), *(t.to("meta") for t in stored), 64).shape == (3, 40)
     assert int4.prove_int4(*stored, 64, torch.float32), "nothing to compare on a CPU"

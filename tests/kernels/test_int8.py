@@ -8,8 +8,8 @@ import torch
 from tests.kernels.gluon_threads import Descriptor, Machine
 from unisono.kernels import hopper
 from unisono.kernels.gemm import fp8_gluon
+from unisono.kernels.gemm.decoded import integer_steps
 from unisono.kernels.gemm.fp8_quantize import INT8_ROWS, Quantised, quantised_cpu, quantize
-from unisono.kernels.gemm.int4 import int4_steps
 from unisono.kernels.gemm.int8 import (
     exact_int8_rows,
     int8_linear,
@@ -20,8 +20,8 @@ from unisono.kernels.gemm.int8 import (
 )
 from unisono.kernels.gemm.int8_weights import (
     int8_decode,
+    int8_weight_linear,
     int8_weight_linear_cuda,
-    int8_weight_linear_op,
     launch_int8_decode,
     launch_int8_weight_linear,
 )
@@ -136,11 +136,11 @@ def test_weights_of_8_bits(shape, zeros, dtype, device, assert_close):
     assert torch.equal(decoded.cpu(), int8_decode(*stored, group, dtype))
     torch.testing.assert_close(decoded.cpu().double(), want, rtol=torch.finfo(dtype).eps, atol=1e-7)
     product = x.double() @ want.t()
-    assert_close(int8_weight_linear_op.cpu(x, *stored, group, None, None), product)
+    assert_close(int8_weight_linear.cpu(x, *stored, group, None, None), product)
     assert_close(
         int8_weight_linear_cuda(x.to(device), *on, group, bias.to(device), residual.to(device)),
         product + bias + residual,
     )
     packed = launch_int8_weight_linear(x.to(device), *on, group, None, None)
-    tile = None if device.type == "cuda" else Tile(16, 32, int4_steps(group)[0], 4, 2)
+    tile = None if device.type == "cuda" else Tile(16, 32, integer_steps(group)[0], 4, 2)
     assert torch.equal(packed, launch_linear(x.to(device), decoded, None, None, tile))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.kernels.gemm.linear import linear_op
+from unisono.kernels.gemm.linear import linear
 from unisono.kernels.library import Mutated, SymbolicInt, op, schema_of
 from unisono.kernels.speculation.rounds import commit
 
@@ -23,8 +23,8 @@ def test_schemas_are_the_annotations() -> None:
         "all_types(Tensor x, Tensor(a!) y, Tensor(b!)? z, SymInt n, Tensor[] parts, ScalarType kind,"
         " Tensor? bias=None, float scale=1.0, bool keep=True, int? group=None) -> (Tensor, Tensor)"
     )
-    assert str(linear_op.overload._schema) == (
-        "unisono::linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual) -> Tensor"
+    assert str(linear.overload._schema) == (
+        "unisono::linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None) -> Tensor"
     )
     assert [a.name for a in commit.overload._schema.arguments if a.is_write] == [
         "length", "status", "last_token", "history",
@@ -92,6 +92,29 @@ def test_shape_functions() -> None:
     x = torch.zeros(3)
     assert repeated_rows(x.to("meta"), 2).shape == (2, 3)
     assert like_its_input(x.to("meta")).shape == (3,)
+
+
+def test_outputs_are_computed_from_arguments_by_name() -> None:
+    """Arguments that calls leave out have their defaults; the function may have parameters more with defaults."""
+
+    def outputs(count: int, x: Tensor, dtype: torch.dtype = torch.int32) -> tuple[Tensor, Tensor]:
+        return x.new_empty(count), x.new_empty(count, dtype=dtype)
+
+    @op(meta=outputs)
+    def counted(unused: Tensor, x: Tensor, count: int = 3) -> tuple[Tensor, Tensor]:
+        return x[:count].clone(), x[:count].int()
+
+    x = torch.zeros(5, device="meta")
+    assert [(r.shape, r.dtype) for r in counted(x[:1], x)] == [((3,), torch.float32), ((3,), torch.int32)]
+    assert counted(x[:1], x, 2)[0].shape == (2,)
+
+
+def test_outputs_of_unknown_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"renamed: its output is computed from \['y'\]"):
+
+        @op(shape=lambda y: y.shape)
+        def renamed(x: Tensor) -> Tensor:
+            return x.clone()
 
 
 def test_gradients_run_the_formula() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.kernels import exact_blas, linear
-from unisono.kernels.gemm.linear import launch_add, launch_linear, linear_op
+from unisono.kernels.gemm.linear import launch_add, launch_linear
 from unisono.kernels.gemm.tile import Tile
 
 kernel = importlib.import_module("unisono.kernels.gemm.linear")  # the package's attribute of that name is the function
@@ -20,10 +20,10 @@ def inputs(rows, n, k, dtype, device="cpu"):
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("run", [launch_linear, linear_op.cpu])
+@pytest.mark.parametrize("run", [launch_linear, linear.cpu])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_float64(run, shape, dtype, device, assert_close):
-    x, weight, bias, residual = inputs(*shape, dtype, "cpu" if run is linear_op.cpu else device)
+    x, weight, bias, residual = inputs(*shape, dtype, "cpu" if run is linear.cpu else device)
     product = x.double() @ weight.double().t()
     assert_close(run(x, weight, None, None), product)
     assert_close(run(x, weight, bias, None), product + bias)
@@ -31,9 +31,9 @@ def test_matches_float64(run, shape, dtype, device, assert_close):
     assert_close(run(x, weight, bias, residual), product + bias + residual)
 
 
-@pytest.mark.parametrize("run", [launch_linear, linear_op.cpu])
+@pytest.mark.parametrize("run", [launch_linear, linear.cpu])
 def test_fused_epilogue_rounds_like_the_unfused_path(run, dtype, device):
-    x, weight, bias, residual = inputs(9, 50, 120, dtype, "cpu" if run is linear_op.cpu else device)
+    x, weight, bias, residual = inputs(9, 50, 120, dtype, "cpu" if run is linear.cpu else device)
     bare = run(x, weight, None, None)
     assert torch.equal(run(x, weight, bias, residual), (bare + bias) + residual)
     if run is launch_linear:
@@ -45,17 +45,17 @@ def test_fused_epilogue_rounds_like_the_unfused_path(run, dtype, device):
 @pytest.mark.parametrize(("n", "k"), [(48, 64), (33, 100), (7, 1), (257, 515)])
 def test_twin_rows_are_exact(n, k, dtype, assert_rows_exact):
     x, weight, bias, residual = inputs(40, n, k, dtype)
-    assert_rows_exact(lambda x, residual: linear_op.cpu(x, weight, bias, residual), x, residual)
+    assert_rows_exact(lambda x, residual: linear.cpu(x, weight, bias, residual), x, residual)
 
 
 def test_twin_ignores_strides_and_alignment():
     x, weight, *_ = inputs(20, 33, 37, torch.float32)
-    want = linear_op.cpu(x, weight, None, None)
+    want = linear.cpu(x, weight, None, None)
     shifted = torch.empty(20 * 37 + 1)[1:].view(20, 37).copy_(x)
     wide = torch.empty(20, 50)[:, 5:42].copy_(x)
     for same in (shifted, wide):
-        assert torch.equal(linear_op.cpu(same, weight, None, None), want)
-        assert torch.equal(linear_op.cpu(same[3:19], weight, None, None), want[3:19])
+        assert torch.equal(linear.cpu(same, weight, None, None), want)
+        assert torch.equal(linear.cpu(same[3:19], weight, None, None), want[3:19])
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (33, 300)])
@@ -93,8 +93,8 @@ def test_a_reduction_chosen_by_the_batch_is_caught(assert_rows_exact):
 
     def split_k(x):
         if x.shape[0] > 4:
-            return linear_op.cpu(x, weight, None, None)
-        parts = [linear_op.cpu(x[:, i : i + 100], weight[:, i : i + 100], None, None) for i in range(0, 500, 100)]
+            return linear.cpu(x, weight, None, None)
+        parts = [linear.cpu(x[:, i : i + 100], weight[:, i : i + 100], None, None) for i in range(0, 500, 100)]
         return torch.stack(parts).sum(0)
 
     with pytest.raises(AssertionError, match="bits change"):
@@ -103,7 +103,7 @@ def test_a_reduction_chosen_by_the_batch_is_caught(assert_rows_exact):
 
 def test_op_dispatches_and_knows_its_shape():
     x, weight, bias, residual = inputs(3, 10, 20, torch.float32)
-    assert torch.equal(linear(x, weight, bias, residual), linear_op.cpu(x, weight, bias, residual))
+    assert torch.equal(linear(x, weight, bias, residual), linear.cpu(x, weight, bias, residual))
     assert linear(x[:0], weight).shape == (0, 10)
     assert linear(x.to("meta"), weight.to("meta")).shape == (3, 10)
     assert exact_blas.prove(weight)

@@ -84,7 +84,7 @@ def test_the_module_loads_one_plus_w():
     norm = RMSNorm(4, 1e-6, torch.bfloat16, "cpu", zero_centered=True)
     assert norm.weight.dtype is torch.float32
     assert torch.equal(norm.weight, torch.ones(4))
-    ((name, place),) = norm.places()
+    ((name, place),) = norm.weight_targets()
     place.fill(torch.full((4,), 2.0**-12, dtype=torch.bfloat16))
     assert name == "weight"
     assert torch.equal(norm.weight, torch.full((4,), 1 + 2.0**-12))

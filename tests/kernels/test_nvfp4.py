@@ -12,8 +12,8 @@ from unisono.kernels.gemm.nvfp4 import (
     launch_nvfp4_decode,
     launch_nvfp4_linear,
     nvfp4_decode,
+    nvfp4_linear,
     nvfp4_linear_cuda,
-    nvfp4_linear_op,
 )
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.moe.experts import expert_down, expert_gate_up, expert_up
@@ -28,7 +28,7 @@ from unisono.kernels.moe.plan import ExpertPlan, sort_pairs_op
 from unisono.kernels.norm.activation import GELU_TANH, SILU
 
 SHAPES = [(1, 64, 256), (5, 70, 96), (20, 33, 208)]  # M, N, K
-RUNS = [nvfp4_linear_cuda, nvfp4_linear_op.cpu]
+RUNS = [nvfp4_linear_cuda, nvfp4_linear.cpu]
 STEP = Tile(16, 32, nvfp4.WIDTH, 4, 2)
 """The interpreter adds up each tile of K before it adds tiles, so the plain product has to have the same ones."""
 
@@ -91,7 +91,7 @@ def test_matches_float64(run, shape, dtype, device, assert_close):
     rows, n, k = shape
     stored = weight_of(n, k)
     x, bias, residual = (torch.randn(size).to(dtype) for size in ((rows, k), (n,), (rows, n)))
-    device = torch.device("cpu") if run is nvfp4_linear_op.cpu else device
+    device = torch.device("cpu") if run is nvfp4_linear.cpu else device
     given = [t.to(device) for t in (x, *stored)]
     product = x.double() @ dequantised(*stored).t()
     assert_close(run(*given, None, None), product)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.kernels.moe.router import choose_cpu, launch_choose, route, route_cuda, route_op
+from unisono.kernels.moe.router import choose_cpu, launch_choose, route, route_cuda
 
 SHAPES = [(7, 48, 16, 4), (5, 33, 11, 3), (3, 20, 1, 1), (4, 24, 5, 5), (2, 16, 130, 8)]  # M, H, E, top_k
 
@@ -92,7 +92,7 @@ def test_rows_are_counted_without_padding(choose, device):
     assert torch.equal(counts, before), "a pass that is measured counts nothing"
 
 
-@pytest.mark.parametrize("run", [route_cuda, route_op.cpu])
+@pytest.mark.parametrize("run", [route_cuda, route.cpu])
 def test_rows_are_exact(run, dtype, device, assert_rows_exact):
     on = device if run is route_cuda else torch.device("cpu")
     x, weight = torch.randn(10, 40).to(on, dtype), torch.randn(14, 40).to(on, dtype)
@@ -106,14 +106,14 @@ def test_logits_are_summed_and_kept_in_fp32(device):
     x = torch.ones(1, 64, dtype=torch.float16)
     weight = torch.zeros(3, 64, dtype=torch.float16)
     weight[:2], weight[1, 0] = 1, 1 + 2**-10
-    assert route_op.cpu(x, weight, None, None, 3, 1, True, None)[0].item() == 1
+    assert route.cpu(x, weight, None, None, 3, 1, True, None)[0].item() == 1
     assert route_cuda(x.to(device), weight.to(device), None, None, 3, 1, True)[0].item() == 1
 
 
 def test_op_dispatches_and_knows_its_shapes():
     x, weight = torch.randn(5, 20), torch.randn(9, 20)
     for got, want in zip(
-        route(x, weight, None, None, 8, 3, True), route_op.cpu(x, weight, None, None, 8, 3, True, None), strict=True
+        route(x, weight, None, None, 8, 3, True), route.cpu(x, weight, None, None, 8, 3, True, None), strict=True
     ):
         assert torch.equal(got, want)
     for got, want in zip(

@@ -151,7 +151,7 @@ def test_a_prefix_that_is_used_over_and_over_leaves_no_trace() -> None:
         reservation.reserve(len(tokens))
         reservation.commit(tokens)
         reservation.release()
-    assert len(pool.tree._leaves) + len(pool.tree._bared) <= 8
+    assert len(pool.tree._leaves) + len(pool.tree._new_leaves) <= 8
 
 
 def test_locked_pages_are_not_evicted() -> None:

@@ -26,7 +26,7 @@ from unisono.models.families.qwen3_moe import QWEN3_MOE
 from unisono.models.load import tensor_files, weights
 from unisono.models.load.build import Builder, no_attention
 from unisono.models.load.checkpoint import WEIGHTS
-from unisono.models.load.weights import places, tensor_name
+from unisono.models.load.weights import tensor_name, weight_targets
 from unisono.types import CheckpointError, SamplingParams, SpeculativeConfig
 
 HIDDEN = 40
@@ -88,7 +88,7 @@ def test_names_of_experts_have_two_numbers():
 def test_places_cover_every_element_once_in_either_form():
     layer = build(SPECS["shared-of-another-size"])
     for form in ("fused", "single"):
-        found = list(places(layer, lambda module, kind, f=form: (".each." in module) == (f == "single")))
+        found = list(weight_targets(layer, lambda module, kind, f=form: (".each." in module) == (f == "single")))
         assert {place.form for *_, place in found} == {"", form}
         for parameter in layer.parameters():
             parameter.zero_()
@@ -188,7 +188,7 @@ def test_every_name_of_a_family_is_a_place(made):
     named = {ours: ours for ours in QWEN3_MOE.names}
     asked = set()
     for form in ("fused", "single"):
-        found = places(load(made), lambda module, kind, f=form: (".each." in module) == (f == "single"))
+        found = weight_targets(load(made), lambda module, kind, f=form: (".each." in module) == (f == "single"))
         asked |= {checkpoint_name(named, module) for module, *_ in found}
     dense = {f"layers.*.feed_forward.{name}" for name in ("gate_up.gate", "gate_up.up", "down")}
     assert {ours.replace("*", "0") for ours in set(named) - dense} <= asked
@@ -234,7 +234,7 @@ def test_a_format_of_another_package_stores_experts():
     assert expert_format(format) is DOUBLED
     layer = build(SPEC, format=lambda module: format)
     assert layer.shared is None, "an expert of the same format rides along"
-    for _, _, place in places(layer):
+    for _, _, place in weight_targets(layer):
         place.fill(torch.ones(place.shape))
     assert {float(stack.weight.unique()) for stack in layer.stacks} == {2.0}
     assert float(layer.router.unique()) == 1.0

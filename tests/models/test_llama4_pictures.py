@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,22 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.drafters.make_heads import make_eagle3
 from tests.engine.helpers import engine
-from tests.engine.matrix import config_of
-from tests.engine.pictures import TEXT, run, vision_of, written
+from tests.engine.pictures import run, vision_of
 from tests.engine.tile_pictures import SIDE, cut, make_llama4, several, tiles_of
 from tests.models.hybrids import reference
+from tests.models.picture_checks import NARROW, check_drafts, check_refusal, compare_logits
 from tests.models.towers import compare_embeddings
-from unisono.models.load.checkpoint import Checkpoint
-from unisono.types import BadRequest, CheckpointError, MediaItem, SamplingParams, SpeculativeConfig, vectors
-
-GREEDY = SamplingParams(
-    temperature=0, max_tokens=32, ignore_eos=True, seed=0, return_hidden_states=True,
-    allowed_token_ids=tuple(range(TEXT)),
-)  # fmt: skip
-NARROW = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True, seed=3, allowed_token_ids=tuple(range(40, 44)))
-"""Few allowed tokens, so that every drafter is right sometimes."""
+from unisono.types import BadRequest, MediaItem, vectors
 
 
 @pytest.fixture(scope="module")
@@ -73,28 +64,11 @@ def test_embeddings_are_transformers(path: Path) -> None:
 @pytest.mark.parametrize("most", [128, 21])
 def test_logits_and_text_are_transformers(path: Path, most: int) -> None:
     """In one pass, and in chunks that cut tiles."""
-    vision, model = vision_of(path), reference(path)
-    prompts = several(vision)
-    with engine(path, dtype="float32", max_num_batched_tokens=most) as llm:
-        outputs = written(llm, prompts, GREEDY)
-    for each, (tokens, logits) in zip(prompts, outputs, strict=True):
-        theirs = logits_of(model, each.ids + tokens[:-1], each.media)
-        torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=0)
-        assert theirs[len(each.ids) - 1 :, :TEXT].argmax(-1).tolist() == tokens
+    compare_logits(path, several(vision_of(path)), most, functools.partial(logits_of, reference(path)))
 
 
 def test_drafts_change_no_byte(path: Path, tmp_path: Path) -> None:
-    prompts = several(vision_of(path))
-    head = make_eagle3(tmp_path / "head", config_of(path), (2, 1, 3), aux=[2, 1, 3])
-    with engine(path, dtype="float32", max_num_seqs=1, enforce_eager=True) as llm:
-        plain = [run(llm, [each], NARROW)[0] for each in prompts]
-    for method, model in (("ngram", None), ("eagle3", str(head.path))):
-        speculative = SpeculativeConfig(method, model=model, num_speculative_tokens=3)
-        with engine(path, dtype="float32", max_num_batched_tokens=24, speculative=speculative) as llm:
-            assert run(llm, prompts, NARROW) == plain
-            assert run(llm, prompts, NARROW) == plain, "after prefix hits"
-            assert llm.engine.counters.accepted_tokens > 0
-            assert llm.engine.scheduler.prefix_hits > 0
+    check_drafts(path, several(vision_of(path)), tmp_path / "head")
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -113,13 +87,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_values_that_are_not_computed(name: str, path: Path, tmp_path: Path) -> None:
-    value, message = BAD[name]
-    raw = json.loads((path / "config.json").read_text())
-    inside = raw["vision_config"] if name.startswith("vision_config") else raw
-    inside[name.rpartition(".")[2]] = value
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(tmp_path)
+    check_refusal(path, name, *BAD[name], tmp_path)
 
 
 def test_pictures_of_other_sides_are_refused(path: Path) -> None:

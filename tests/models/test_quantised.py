@@ -21,7 +21,7 @@ from unisono.layers.formats.base import Share
 from unisono.layers.linear import Linear
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.tensor_files import read_header
-from unisono.models.load.weights import check, fill, places
+from unisono.models.load.weights import check, fill, weight_targets
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
 
 BIG = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -284,7 +284,7 @@ def test_ranks_read_their_part(name: str, tmp_path: Path) -> None:
 
     def loaded(share: Share) -> Linear:
         layer = Linear(256, sizes, False, torch.float32, "cpu", format, share)
-        wanted = {f"{path}.{kind}".strip("."): place for path, kind, place in places(layer)}
+        wanted = {f"{path}.{kind}".strip("."): place for path, kind, place in weight_targets(layer)}
         check(wanted, read_header(tmp_path / "layer.safetensors"), tmp_path, lambda name: "nothing wants it")
         fill(wanted, read_header(tmp_path / "layer.safetensors"), "cpu")
         return layer

@@ -15,7 +15,7 @@ from unisono.layers.formats.base import PLAIN, Plain, Share, StoredTensor, Weigh
 from unisono.layers.linear import Linear
 from unisono.models.load import tensor_files
 from unisono.models.load.tensor_files import read_header
-from unisono.models.load.weights import check, fill, places
+from unisono.models.load.weights import check, fill, weight_targets
 from unisono.types import CheckpointError, ConfigError
 
 SIZES = {"q": 48, "k": 16, "v": 16}
@@ -71,7 +71,8 @@ class Counting:
 def loaded(file: Path, share: Share, format: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> tuple[Linear, int]:
     """The layer of a rank, and the bytes that were read for it."""
     layer = Linear(INPUTS, SIZES, True, torch.float32, "cpu", format, share)
-    tensors, wanted = read_header(file), {f"{path}.{kind}".strip("."): place for path, kind, place in places(layer)}
+    tensors = read_header(file)
+    wanted = {f"{path}.{kind}".strip("."): target for path, kind, target in weight_targets(layer)}
     check(wanted, tensors, file, lambda name: None)
     monkeypatch.setattr(tensor_files, "safe_open", Counting)
     Counting.bytes = 0
@@ -103,7 +104,7 @@ def test_indivisible_outputs_raise() -> None:
 
 def test_a_tensor_of_another_dtype_than_the_format_reads(file: Path) -> None:
     layer = Linear(INPUTS, {"q": 48}, False, torch.float32, "cpu", Blocks())
-    wanted = {f"{path}.{kind}".strip("."): place for path, kind, place in places(layer)}
+    wanted = {f"{path}.{kind}".strip("."): place for path, kind, place in weight_targets(layer)}
     tensors = read_header(file)
     check(wanted, tensors, file, lambda name: None)
     save_file({"q.weight": torch.zeros(48, INPUTS), "q.scale": torch.zeros(6, 2, dtype=torch.float16)}, file)

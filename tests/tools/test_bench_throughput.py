@@ -80,3 +80,15 @@ def test_infeasible_benchmark_flags_are_refused(arguments: list[object], says: s
     assert shown.exit_code == (1 if "--model" in arguments else 2)
     assert says in shown.output
     assert "Traceback" not in shown.output
+
+
+def test_tokenizer_and_overrides_reach_the_checks_and_the_engine(tmp_path: Path) -> None:
+    one = ["--num-prompts", 1, "--input-len", 4, "--output-len", 2, "--repeats", 1]
+    refused = bench(*one, "--hf-overrides", '{"num_attention_heads": 3}')
+    assert "num_kv_heads=2: it must divide 3 heads" in refused.output, "the checks have the overrides"
+    longer = bench(*one, "--hf-overrides", '{"max_position_embeddings": 80}')
+    assert longer.exit_code
+    assert "80" in longer.output, "the engine has the overrides"
+    absent = bench(*one, "--tokenizer", tmp_path / "absent")
+    assert absent.exit_code
+    assert str(tmp_path / "absent") in absent.output

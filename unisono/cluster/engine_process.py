@@ -116,8 +116,8 @@ class EngineServer:
         engine.admitted = self.admitted
         self.poller = zmq.Poller()
         self.poller.register(socket, zmq.POLLIN)
-        wakes = getattr(engine, "wakes", None)  # of an engine that serves other engines
-        self.wakes = self.watch(wakes.fileno() if wakes is not None else None)
+        wakeup = getattr(engine, "wakeup_socket", None)  # of an engine that serves other engines
+        self.peer_wakeup = self.watch(wakeup.fileno() if wakeup is not None else None)
         parent = multiprocessing.parent_process()
         self.parent = self.watch(parent.sentinel if parent is not None else None)
         self.failing = self.watch(getattr(engine, "failing", None))
@@ -154,7 +154,7 @@ class EngineServer:
                 self.receive()
             if self.stopping:
                 return True
-            if self.engine.has_work() or self.wakes in events:
+            if self.engine.has_work() or self.peer_wakeup in events:
                 self.unchecked, self.idle_ms = True, IDLE_MS
                 return False
 

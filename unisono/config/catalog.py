@@ -75,13 +75,17 @@ class Registry:
     def _installed(self) -> dict[str, str]:
         if self.group is None:
             return {}
-        return _installed_entries(self.group, tuple(sys.path), importlib.metadata.entry_points)
+        return _installed_entries(self.group, tuple(sys.path))
 
 
 @functools.cache
-def _installed_entries(group: str, path: tuple[str, ...], read: Callable[..., Any]) -> dict[str, str]:
-    """Entry points of a group, by name. path: ``sys.path``; reading its packages takes 40 ms for 200 of them."""
-    return {entry.name: entry.value for entry in read(group=group)}
+def _installed_entries(group: str, folders: tuple[str, ...]) -> dict[str, str]:
+    """Entry points of a group, by name, in the packages of these folders. Reading 200 packages takes 40 ms."""
+    found: dict[str, str] = {}
+    for package in importlib.metadata.distributions(path=list(folders)):
+        for entry in package.entry_points.select(group=group):
+            found.setdefault(entry.name, entry.value)  # as imports: the first folder wins
+    return found
 
 
 models = Registry(

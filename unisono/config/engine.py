@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from unisono.config.hardware import E4M3_CAPABILITY, Hardware
 from unisono.config.preflight.ranks import check_visible
 from unisono.config.synthetic_rates import Rates, rates_by_kind
 from unisono.types import LOGPROBS_MODES, MAX_LOGPROBS, Concise, ConfigError, SpeculativeConfig
@@ -311,39 +312,6 @@ def parse_graphs(text: str) -> dict[str, str]:
     return modes
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The machine as the engine sees it."""
-
-    device: torch.device
-    name: str
-    total_bytes: int
-    devices: int | None = None
-    """Number of GPUs from ``device`` on; None on a CPU."""
-    capability: tuple[int, int] | None = None
-    """Compute capability of the GPU."""
-
-    @staticmethod
-    def detect(device: str) -> Hardware:
-        """The hardware of ``--device``; auto: the first GPU or the CPU. Raises ConfigError for an absent GPU."""
-        import torch
-
-        gpu = torch.cuda.is_available()
-        if device == "auto":
-            device = "cuda" if gpu else "cpu"
-        if device.startswith("cuda"):
-            if not gpu:
-                raise ConfigError("--device cuda: no NVIDIA GPU is visible here; use --device cpu.")
-            index = int(device.partition(":")[2] or 0)
-            if index >= torch.cuda.device_count():
-                raise ConfigError(f"--device {device}: {torch.cuda.device_count()} GPUs are visible.")
-            properties = torch.cuda.get_device_properties(index)
-            left = torch.cuda.device_count() - index
-            capability = properties.major, properties.minor
-            return Hardware(torch.device("cuda", index), properties.name, properties.total_memory, left, capability)
-        return Hardware(torch.device("cpu"), "CPU", 0)
-
-
 class CheckpointFacts(Protocol):
     """The properties of a checkpoint that :func:`resolve` reads (models/load/checkpoint.py)."""
 
@@ -488,9 +456,11 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype, hardware: Hardware) -> t
     if requested in DTYPES and dtype_of(requested) != dtype:
         model = str(dtype).removeprefix("torch.")
         raise ConfigError(f"--kv-cache-dtype {requested}: the model has {model}; give auto, {model} or fp8.")
-    if requested.startswith("fp8") and hardware.capability is not None and hardware.capability < (8, 9):
-        has = ".".join(map(str, hardware.capability))
-        raise ConfigError(f"--kv-cache-dtype {requested}: this GPU has compute capability {has}, and e4m3 needs 8.9.")
+    if requested.startswith("fp8") and hardware.capability is not None and not hardware.multiplies_e4m3:
+        has, needed = (".".join(map(str, each)) for each in (hardware.capability, E4M3_CAPABILITY))
+        raise ConfigError(
+            f"--kv-cache-dtype {requested}: this GPU has compute capability {has}, and e4m3 needs {needed}."
+        )
     return torch.float8_e4m3fn if requested.startswith("fp8") else None if requested == "auto" else dtype
 
 

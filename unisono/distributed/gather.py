@@ -170,24 +170,19 @@ def give_up(number: int) -> None:
         end()
 
 
-def _gathered(x: torch.Tensor, transport: int, ranks: int) -> tuple[int, int]:
-    return x.shape[0], ranks * x.shape[1]
-
-
-@op(shape=_gathered)
+@op(shape=lambda x, ranks: (x.shape[0], ranks * x.shape[1]))
 def all_gather(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
     return _transports[transport].all_gather(x.contiguous())
 
 
-@op(shape=lambda x, transport, ranks: (x.shape[0], ranks * x.shape[1] // 2))
+@op(shape=lambda x, ranks: (x.shape[0], ranks * x.shape[1] // 2))
 def gather_silu(x: torch.Tensor, transport: int, ranks: int) -> torch.Tensor:
     carrier, x = _transports[transport], x.contiguous()
     found = carrier.silu(x) if isinstance(carrier, FusingTransport) else None
     return carrier.all_gather(silu_mul(x)) if found is None else found
 
 
-def _sum_and_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int | None,
-                  keep: bool, *_: object) -> SumNormed:  # fmt: skip
+def _sum_and_norm(residual: torch.Tensor, group: int | None, keep: bool) -> SumNormed:
     return torch.empty_like(residual), *with_fp8_meta(residual, group, keep)
 
 

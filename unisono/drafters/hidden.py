@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -33,7 +33,6 @@ from unisono.attention.context import ForwardContext
 from unisono.distributed.columns import Columns
 from unisono.distributed.gather import Ranks
 from unisono.drafters.base import DrafterContext, PromptPass, SelfTest, Verified
-from unisono.drafters.eagle.checkpoint import DraftCheckpoint, Head
 from unisono.drafters.quantization import DraftWeights
 from unisono.drafters.unobserved import NAME, CatchesUp, Unobserved
 from unisono.graphs import Features
@@ -151,26 +150,6 @@ class HiddenDrafter(CatchesUp):
     def weight_updates(self, directory: Path) -> list[WeightUpdate]:
         """See :class:`unisono.drafters.base.UpdatableDrafter`."""
         return [*self.module_updates(directory), *self.weights.update()]
-
-    def head_update(self, opened: DraftCheckpoint) -> WeightUpdate:
-        """The update of a module made by :meth:`build_head`."""
-        return opened.update(cast(Head, self.module), self._context.target, self.weights.shares(self.module.lm_head))
-
-    def build_head(self, context: DrafterContext, checkpoint: DraftCheckpoint) -> DraftModule:
-        """:meth:`build` for an opened head checkpoint."""
-        head = checkpoint.build(
-            context.target,
-            self.attention(context),
-            context.max_model_len,
-            context.dtype,
-            context.device,
-            context.progress,
-            self.weights.of,
-            context.ranks,
-        )
-        for choice in checkpoint.choices(head, context.target):
-            context.decide(*choice)
-        return head
 
     @staticmethod
     def attention(context: DrafterContext) -> Callable[[int, int], AttentionBackend]:

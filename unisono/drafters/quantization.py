@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from unisono.config.hardware import E4M3_CAPABILITY
 from unisono.kernels.gemm.fp8 import multiplies_e4m3
 from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.layers.formats.fp8 import ONLINE_FP8
@@ -48,27 +49,23 @@ class DraftWeights:
         own_head: bytes that a step reads of the drafter's own LM head, on all ranks together; None: the modules draft
             with the target's.
         """
-        weight, device = target.lm_head.weight, target.embed.weight.device
+        device = target.embed.weight.device
         able = multiplies_e4m3(device)
         if choice == "fp8" and device.type == "cuda" and not able:
             raise ConfigError(
                 f'"draft_quantization": "fp8": this GPU has compute capability '
-                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and e4m3 products need 8.9: "
+                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and e4m3 products need "
+                f"{'.'.join(map(str, E4M3_CAPABILITY))}: "
                 'give "none", or leave it out.'
             )
         if choice != "auto":
             return cls(target, ONLINE_FP8 if choice == "fp8" else PLAIN, f"draft_quantization={choice!r}")
-        stored, size = target.lm_head.format, weight.nbytes if own_head is None else own_head
-        reasons = {
-            f"the LM head is stored as {stored.name}": own_head is None and stored is not PLAIN,
-            f"the LM head is {weight.dtype}, not of 16 bits": own_head is None and weight.itemsize != 2,
-            f"weights are {target.embed.weight.dtype}, not of 16 bits": target.embed.weight.itemsize != 2,
-            f"a step reads {size} bytes of the LM head; fp8 pays from {LARGE} on": size < LARGE,
-            "the device has no products of e4m3": not able,
-        }
-        for against, holds in reasons.items():
-            if holds:
-                return cls(target, PLAIN, against)
+        against = "" if own_head is not None else _against_copy(target.lm_head)
+        if not against and target.embed.weight.itemsize != 2:
+            against = f"weights are {target.embed.weight.dtype}, not of 16 bits"
+        against = against or _against_fp8(target.lm_head.weight.nbytes if own_head is None else own_head, able)
+        if against:
+            return cls(target, PLAIN, against)
         return cls(target, ONLINE_FP8, "a large LM head is what drafts read most")
 
     def of(self, module: str) -> WeightFormat:
@@ -106,8 +103,24 @@ class DraftWeights:
 
 def copied_head_bytes(choice: str, head: Linear, e4m3: bool) -> int:
     """Bytes of the copy that :class:`DraftWeights` makes of a target's LM head. e4m3: the device multiplies e4m3."""
-    pays = choice == "auto" and e4m3 and head.weight.itemsize == 2 and head.weight.nbytes >= LARGE
-    return head.weight.numel() if head.format is PLAIN and (pays or choice == "fp8") else 0
+    if head.format is not PLAIN or choice == "none":
+        return 0
+    against = choice == "auto" and (_against_copy(head) or _against_fp8(head.weight.nbytes, e4m3))
+    return 0 if against else head.weight.numel()
+
+
+def _against_copy(head: Linear) -> str:
+    """Reason why ``auto`` makes no fp8 copy of a target's LM head, by its weights; empty if there is none."""
+    if head.format is not PLAIN:
+        return f"the LM head is stored as {head.format.name}"
+    return "" if head.weight.itemsize == 2 else f"the LM head is {head.weight.dtype}, not of 16 bits"
+
+
+def _against_fp8(nbytes: int, e4m3: bool) -> str:
+    """Reason why fp8 does not pay with ``nbytes`` of an LM head, by size and device; empty if there is none."""
+    if nbytes < LARGE:
+        return f"a step reads {nbytes} bytes of the LM head; fp8 pays from {LARGE} on"
+    return "" if e4m3 else "the device has no products of e4m3"
 
 
 @torch.no_grad()
@@ -121,5 +134,5 @@ def _converted(head: Linear, format: WeightFormat) -> Linear:
 
 def _fill(copy: Linear, head: Linear) -> None:
     """Convert the weights of a plain linear layer."""
-    for kind, place in copy.places():
-        place.fill(getattr(head, kind))
+    for kind, target in copy.weight_targets():
+        target.fill(getattr(head, kind))

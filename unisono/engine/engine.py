@@ -90,7 +90,7 @@ class Engine:
             self._begin()
             self.pin_drafts(self.runner.choices[-1])
             if run_self_test(self):
-                self.runner.forget()
+                self.runner.reset()
                 self._begin()
             self.pin_drafts(None)
             self.roles = Roles(self.config, self.runner)
@@ -114,7 +114,7 @@ class Engine:
         vocab_size, schema = self.checkpoint.config.vocab_size, worker.slots.schema
         slots = SlotPool(self.config.max_num_seqs, vocab_size, runner.send, schema)
         self.draft_controller = DraftController(runner, slots.progress)
-        sizes = StateSizes(runner.widths.reading, self.config.max_num_batched_tokens, self.config.max_model_len)
+        sizes = StateSizes(runner.widths.host_drafted, self.config.max_num_batched_tokens, self.config.max_model_len)
         points = BranchPoints(self.config.requested.snapshot_points, frozenset(self.checkpoint.eos_token_ids))
         device = DeviceState(self.pool, sizes, runner.send, points)
         self.scheduler = Scheduler(
@@ -127,7 +127,7 @@ class Engine:
             self.config.requested.scheduling_policy == "priority",
             runner.pass_ms,
             Mixing(runner, self.draft_controller),
-            runner.filling,
+            runner.tokens_filling_graph,
             self._failed,
             self.draft_controller,
         )
@@ -136,9 +136,9 @@ class Engine:
         self._batches = BatchBuilder(self.runner, slots.progress)
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: Launched | None = None
-        self._late: list[TokenDelta] = []  # read between two steps
+        self._pending_deltas: list[TokenDelta] = []  # read between two steps, returned by the next
         self._order = itertools.count()
-        self.counters = report.Counters.of(runner.widths.reading - 1)
+        self.counters = report.Counters.of(runner.widths.host_drafted - 1)
 
     @property
     def config(self) -> ResolvedConfig:
@@ -241,7 +241,7 @@ class Engine:
 
     def finish_pass(self) -> None:
         """Read the pass in flight; the next step returns its tokens."""
-        self._late += self._read_in_flight()
+        self._pending_deltas += self._read_in_flight()
 
     def command(self, command: str, arguments: Mapping[str, Any]) -> Any:
         """Run a feature's command (``Feature.commands``), or one of ``weight_commands``, between two steps. Raises
@@ -253,13 +253,13 @@ class Engine:
         return calls[command](**arguments)
 
     def has_work(self) -> bool:
-        peer_waits = self.roles.service is not None and self.roles.service.has_news
-        return self.scheduler.has_work or bool(self._in_flight or self._late or self.arrivals) or peer_waits
+        peer_waits = self.roles.service is not None and self.roles.service.has_requests
+        return self.scheduler.has_work or bool(self._in_flight or self._pending_deltas or self.arrivals) or peer_waits
 
     @property
-    def wakes(self) -> socket.socket | None:
-        """Socket that becomes readable when a peer engine sends a request. Add it to the idle poll set."""
-        return self.roles.wakes
+    def wakeup_socket(self) -> socket.socket | None:
+        """Socket that becomes readable when a peer engine sends a request, for the poll set of an idle loop."""
+        return self.roles.wakeup_socket
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -270,8 +270,8 @@ class Engine:
         If the next pass depends on the one before it, that one is read first. A request with an error of its own ends
         with that error, and the others go on (``failures.py``); an exception of this method ends the engine.
         """
-        deltas, self._late = self._late, []
-        self._let_in()
+        deltas, self._pending_deltas = self._pending_deltas, []
+        self._poll_arrivals()
         work = self._next_pass()
         if work is None and self._in_flight is not None:
             deltas, work = self._read_in_flight(), self._next_pass()
@@ -292,7 +292,7 @@ class Engine:
         if self.arrivals or self.paused:
             time.sleep(PAUSE_SECONDS)
 
-    def _let_in(self) -> None:
+    def _poll_arrivals(self) -> None:
         """Queue the held requests that are ready."""
         if self._offload is not None:
             self._offload.poll_files()
@@ -372,9 +372,9 @@ class Engine:
 
     def _commit(self, launched: Launched, outputs: Mapping[str, np.ndarray], result: np.ndarray) -> list[TokenDelta]:
         """Add the committed tokens of a pass to its requests. result [rows, width + 2] int32: count, status, tokens."""
-        work, rows = launched.work, launched.work.committing
+        work, rows, kind = launched.work, launched.work.committing, launched.kind
         drafts = work.most if isinstance(work, Round) else 0
-        result = result[work.places]
+        result = result[work.output_rows]
         committed = self.scheduler.committed(rows, result[:, 0], result[:, 1] == RUNNING)
         every = len(committed) == len(result)
         result = result if every else result[committed]
@@ -405,7 +405,7 @@ class Engine:
         for index in ended:
             deltas[index].finish = REASONS[result[index, 1]]
         for index in reporting:
-            self._report(sequences[index], deltas[index], launched.kind, int(work.places[committed[index]]), outputs)
+            self._report(sequences[index], deltas[index], kind, int(work.output_rows[committed[index]]), outputs)
             if deltas[index].finish is not FinishReason.RUNNING:
                 ended.add(index)
             sequences[index].tokens += tokens[index]
@@ -415,9 +415,9 @@ class Engine:
         return deltas
 
     def _report(
-        self, sequence: Sequence, delta: TokenDelta, kind: str, place: int, outputs: Mapping[str, np.ndarray]
+        self, sequence: Sequence, delta: TokenDelta, kind: str, row: int, outputs: Mapping[str, np.ndarray]
     ) -> None:
-        """Complete a delta whose tokens are not in the sequence yet. place: its row in the pass's outputs."""
+        """Complete a delta whose tokens are not in the sequence yet. row: its row in the pass's outputs."""
         position = len(sequence.tokens)
         first = position == sequence.prompt_len
         if first:
@@ -425,7 +425,7 @@ class Engine:
             self.counters.prompt_tokens += sequence.prompt_len
         for state in sequence.states.values():
             try:
-                state.deliver(delta, Committed(kind, place, delta.token_ids, position, first, outputs))
+                state.deliver(delta, Committed(kind, row, delta.token_ids, position, first, outputs))
             except Exception as error:  # an error of one request ends that request
                 if is_engine_error(error):
                     raise

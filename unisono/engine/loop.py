@@ -105,7 +105,7 @@ class Inbox:
         self.notify = notify or self.wakeup.set
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         """True if there are deltas or an error, or if all requests have ended."""
         return bool(self.deltas) or self.error is not None or not self.open
 
@@ -248,8 +248,8 @@ class EngineLoop(Generic[E]):
 
     def read(self, inbox: Inbox) -> list[tuple[TokenDelta, float]]:
         """Wait for deltas of ``inbox``; step the engine if no other thread does. Empty once all its requests ended."""
-        if not inbox.has_news:
-            self.wait(lambda: inbox.has_news, inbox.wakeup)
+        if not inbox.has_output:
+            self.wait(lambda: inbox.has_output, inbox.wakeup)
         return inbox.take()
 
     def abort(self, *request_ids: str) -> None:

@@ -16,7 +16,7 @@ from unisono.engine.failures import STAGES, Failures
 from unisono.engine.scheduling.arrivals import Arrivals
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.scheduling.scheduler import Scheduler
-from unisono.engine.startup.buckets import usual_name
+from unisono.engine.startup.capture_candidates import usual_name
 from unisono.engine.worker.runner import Runner
 from unisono.kv.pages import PagePool
 from unisono.kv.specs import ALL, PAGE_SIZE

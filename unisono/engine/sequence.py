@@ -62,7 +62,7 @@ class Sequence:
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt_token_ids)
         self.reads_drafts = any(feature.reads_drafts for feature in self.states)
         prompt_keys = [state.prompt_keys for state in self.states.values()]
-        self._prompt_keys = _together([keys for keys in prompt_keys if keys is not None])
+        self._prompt_keys = _merge_prompt_keys([keys for keys in prompt_keys if keys is not None])
         for root in [state.prefix_root for state in self.states.values() if state.prefix_root is not None]:
             first, *others = self._prompt_keys or self.request.prompt_token_ids
             self._prompt_keys = [rooted(first, root), *others]
@@ -77,9 +77,9 @@ class Sequence:
         return leader is not None and leader.finish is FinishReason.RUNNING and len(leader.tokens) == leader.prompt_len
 
     @property
-    def coming(self) -> bool:
-        """True if the request waits for pages that come from host memory."""
-        return self.pages is not None and self.pages.coming
+    def awaits_pages(self) -> bool:
+        """True if the request waits for pages in transfer from host memory."""
+        return self.pages is not None and self.pages.in_transfer
 
     @property
     def keys(self) -> list[Token]:
@@ -107,8 +107,8 @@ class Sequence:
         """Token ids that must come next, as far as a feature of the request knows."""
         return next((tokens for state in self.states.values() if (tokens := state.forced())), ())
 
-    def held_by(self) -> set[Feature]:
-        """The features that keep the request from getting a slot now."""
+    def blocked_by(self) -> set[Feature]:
+        """Features that cannot give the request a slot yet."""
         return {feature for feature, state in self.states.items() if not state.ready()}
 
     def admitted(self) -> None:
@@ -198,7 +198,7 @@ class Running:
         self._changed()
 
     def _changed(self) -> None:
-        for name in ("rows", "reading", "others"):
+        for name in ("rows", "host_drafted", "device_drafted"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -207,14 +207,14 @@ class Running:
         return Rows.of(self._sequences)
 
     @cached_property
-    def reading(self) -> Rows:
+    def host_drafted(self) -> Rows:
         """Rows of the requests whose drafts the host reads."""
         return Rows.of(s for s in self._sequences if s.reads_drafts)
 
     @cached_property
-    def others(self) -> Rows:
+    def device_drafted(self) -> Rows:
         """Rows of the requests whose drafts the host does not read."""
-        return Rows.of(s for s in self._sequences if not s.reads_drafts) if self.reading else self.rows
+        return Rows.of(s for s in self._sequences if not s.reads_drafts) if self.host_drafted else self.rows
 
 
 @dataclass(frozen=True)
@@ -236,15 +236,15 @@ def tokens_left(sequences: Iterable[Sequence]) -> int:
 class Extend:
     """A prompt pass. full: True if it has as many tokens as it may have.
 
-    decodes: requests that decode one token each in a mixed pass; growth: their page-table growth, as of a round. room:
-    rows reserved for these, before those of the chunks. waited: True if running requests wait for the pass.
+    decodes: requests that decode one token each in a mixed pass; growth: their page-table growth, as of a round.
+    decode_rows: rows reserved for these, before those of the chunks. waited: True if running requests wait.
     """
 
     chunks: list[Chunk]
     full: bool = True
     decodes: Rows = NO_ROWS
     growth: Mapping[int, list[RowGrowth]] = field(default_factory=dict)
-    room: int = 0
+    decode_rows: int = 0
     waited: bool = False
 
     @cached_property
@@ -257,7 +257,7 @@ class Extend:
         """Rows of the requests that use each feature."""
         feature_rows = {feature: list(rows) for feature, rows in self.decodes.feature_rows.items()}
         first = 0
-        for index, chunk in enumerate(self.chunks, self.room):
+        for index, chunk in enumerate(self.chunks, self.decode_rows):
             for feature, state in chunk.sequence.states.items():
                 row = Row(index, state, chunk.start, chunk.end, first, chunk.last)
                 feature_rows.setdefault(feature, []).append(row)
@@ -271,9 +271,9 @@ class Extend:
         return Rows.of((*self.decodes.sequences, *ended)) if ended else self.decodes
 
     @cached_property
-    def places(self) -> np.ndarray:
+    def output_rows(self) -> np.ndarray:
         """Indices of these rows in the pass's outputs."""
-        ended = [row for row, chunk in enumerate(self.chunks, self.room) if chunk.last]
+        ended = [row for row, chunk in enumerate(self.chunks, self.decode_rows) if chunk.last]
         return np.array([*range(len(self.decodes)), *ended], dtype=np.intp)
 
 
@@ -281,9 +281,9 @@ class Extend:
 class FeaturePass:
     """A pre-pass: a feature's own program, which prompt passes wait for. The host reads no output of it."""
 
-    ahead: PrePass
+    pre_pass: PrePass
     committing: Rows = NO_ROWS
-    places: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.intp))
+    output_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.intp))
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Round:
         return self.rows
 
     @cached_property
-    def places(self) -> np.ndarray:
+    def output_rows(self) -> np.ndarray:
         """Indices of these rows in the pass's outputs."""
         return np.arange(len(self.rows))
 
@@ -341,10 +341,10 @@ class Verify:
 
 @dataclass(frozen=True)
 class RoundWidths:
-    """Tokens per request of the widest round: plain, and if the host reads the drafts."""
+    """Tokens per request of the widest round. host_drafted: of rounds whose drafts the host reads."""
 
     plain: int
-    reading: int
+    host_drafted: int
 
 
 def salted(first: Token, salt: str) -> bytes:
@@ -369,7 +369,7 @@ def rooted(first: Token, root: bytes) -> bytes:
     return hashlib.blake2b(text, key=root[:64], person=b"prefix root", digest_size=SALTED_BYTES).digest()
 
 
-def _together(keys: list[list[int | bytes]]) -> list[int | bytes] | None:
+def _merge_prompt_keys(keys: list[list[int | bytes]]) -> list[int | bytes] | None:
     """Merge the prompt keys of several features: a digest takes precedence over a token id."""
     if len(keys) < 2:
         return keys[0] if keys else None

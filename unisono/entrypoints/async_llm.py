@@ -177,7 +177,7 @@ class AsyncLLM:
                 yield collector.output(kind)
             if done:
                 return
-            if inbox.has_news:  # an error came with the deltas
+            if inbox.has_output:  # an error came with the deltas
                 news.set()
 
     def _abort_begun(self, begun: asyncio.Future[tuple[Collector, Inbox]]) -> None:

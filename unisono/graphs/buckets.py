@@ -23,7 +23,7 @@ class Buckets:
     always: replay even if a graph saves no time.
     on_demand: capture nothing at start; capture each size before the first pass that needs it. For programs whose
         passes do not overlap with others.
-    later: capture nothing at start, but when the engine is idle.
+    deferred: capture nothing at start, but when the engine is idle.
     kept_ms: also capture shapes whose duration is in this range (milliseconds) when idle, whatever they save.
     when_idle: also capture these row counts when idle.
     common: row counts that many passes have exactly; captured at start, whatever they save.
@@ -31,7 +31,7 @@ class Buckets:
     spare: other graphs also serve these passes, only slower, so these are captured last.
     share: share of the memory budget available to the program's graphs.
     width: width of the shapes.
-    like: program and width, planned before, whose passes cost the same; used instead of measuring.
+    cost_like: program and width, planned before, whose passes cost the same; used instead of measuring.
     """
 
     program: Program
@@ -45,7 +45,7 @@ class Buckets:
     measured: bool = False
     always: bool = False
     on_demand: bool = False
-    later: bool = False
+    deferred: bool = False
     kept_ms: tuple[float, float] = (0.0, 0.0)
     when_idle: frozenset[int] = frozenset()
     common: frozenset[int] = frozenset()
@@ -53,7 +53,7 @@ class Buckets:
     spare: bool = False
     share: float = 1.0
     width: int = 1
-    like: tuple[str, int] | None = None
+    cost_like: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         if self.shapes:
@@ -70,7 +70,7 @@ class Buckets:
         return GraphKey(self.program.name, shape, self.features)
 
 
-def kept(buckets: Buckets) -> list[PassShape]:
+def idle_shapes(buckets: Buckets) -> list[PassShape]:
     """Shapes that an idle engine captures whatever they save, largest first."""
     (least, most), cost = buckets.kept_ms, buckets.cost
     if cost is None:

@@ -27,14 +27,14 @@ from unisono.graphs import (
     Reason,
     Replay,
 )
-from unisono.graphs.buckets import Buckets, kept, worthwhile
+from unisono.graphs.buckets import Buckets, idle_shapes, worthwhile
 from unisono.graphs.cost import PassCost
 from unisono.graphs.graph_set import Capture, GraphCommand, GraphSet, Launch, Measure, Release
 
 logger = logging.getLogger(__name__)
 
-KEPT_ANSWERS = 4096
-"""Maximum number of keys whose answer is cached."""
+MAX_CACHED_PLANS = 4096
+"""Maximum number of keys whose plan is cached."""
 
 WAITED_SHARE = 0.25
 """Fraction of the host launch time that an eager pass costs in addition, if requests wait for outputs of the pass
@@ -68,15 +68,15 @@ class Planner:
         self.padded_rows: Counter[str] = Counter()
         self.idle_captures = 0
         self.capture_seconds = 0.0
-        self._kept_bytes = 0  # bytes of released graphs, kept by the pool
+        self._released_bytes = 0  # bytes of released graphs, kept by the pool
         # By program and width, variants with fewer features first. ``_variants``: features first seen at run time.
         self._programs: dict[tuple[str, int], list[Buckets]] = {}
         self._variants: dict[tuple[str, int], list[Buckets]] = {}
         self._dropped: dict[GraphKey, Reason] = {}
-        # Answers of ``plan`` by (key, waited), until a graph is captured or released.
-        self._answers: dict[tuple[GraphKey, bool], Replay | Eager] = {}
-        self._launchable: dict[tuple[GraphKey, bool], Replay | Eager] = {}  # the same, after a capture on demand
-        self._later: list[GraphKey] = []  # to capture when the engine is idle, next one last
+        # Results of ``plan`` by (key, waited), until a graph is captured or released.
+        self._plans: dict[tuple[GraphKey, bool], Replay | Eager] = {}
+        self._launch_plans: dict[tuple[GraphKey, bool], Replay | Eager] = {}  # the same, after a capture on demand
+        self._deferred: list[GraphKey] = []  # to capture when the engine is idle, next one last
         self._missing: Counter[GraphKey] = Counter()  # keys without a graph -> milliseconds a graph would have saved
         self.enabled = enabled
 
@@ -88,11 +88,11 @@ class Planner:
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
         self._enabled = enabled
-        self._forget_answers()
+        self._clear_plans()
 
-    def _forget_answers(self) -> None:
-        self._answers.clear()
-        self._launchable.clear()
+    def _clear_plans(self) -> None:
+        self._plans.clear()
+        self._launch_plans.clear()
 
     # ---- capture ------------------------------------------------------------------------------
 
@@ -102,13 +102,13 @@ class Planner:
         A shape that does not fit is dropped: passes of its size run eagerly and count NO_MEMORY or OVER_BUDGET.
         """
         started = time.perf_counter()
-        self._forget_answers()
+        self._clear_plans()
         self._programs = {(buckets.program.name, buckets.width): [] for buckets in plan}
         self._variants = {name: [] for name in self._programs}
         for buckets in plan:
             variants = self._programs[buckets.program.name, buckets.width]
-            if buckets.like is not None:
-                buckets = dataclasses.replace(buckets, cost=self._programs[buckets.like][0].cost)
+            if buckets.cost_like is not None:
+                buckets = dataclasses.replace(buckets, cost=self._programs[buckets.cost_like][0].cost)
             if self.enabled and buckets.measured and self._captures(buckets):
                 # Additional features barely change the cost of a pass.
                 like = variants[0] if variants else self._costed(buckets)
@@ -120,9 +120,9 @@ class Planner:
             every = [b for variants in self._programs.values() for b in variants if self._captures(b)]
             chosen = [(b, s) for b in every if not b.on_demand for s in worthwhile(b, self._graphs_of(b))]
             chosen.sort(key=lambda w: (not w[0].spare, w[1].rows * w[1].width), reverse=True)
-            later = [b.key(s) for b in every for s in kept(b)] + [b.key(s) for b, s in chosen if b.later]
-            self._later = list(dict.fromkeys(later))[::-1]
-            chosen = [(b, s) for b, s in chosen if not b.later]
+            deferred = [b.key(s) for b in every for s in idle_shapes(b)] + [b.key(s) for b, s in chosen if b.deferred]
+            self._deferred = list(dict.fromkeys(deferred))[::-1]
+            chosen = [(b, s) for b, s in chosen if not b.deferred]
             for done, (buckets, shape) in enumerate(chosen, 1):
                 self._add(buckets, buckets.key(shape))
                 progress(done / len(chosen))
@@ -133,8 +133,8 @@ class Planner:
 
         For an idle engine: it blocks. Returns the number of captured graphs: 0 or 1.
         """
-        while self._later:
-            key = self._later.pop()
+        while self._deferred:
+            key = self._deferred.pop()
             if key not in self._dropped and self.graph_set.get(key) is None and self._capture_idle(key):
                 return 1
         for key, saved in self._missing.most_common():
@@ -157,7 +157,7 @@ class Planner:
     @property
     def graph_bytes(self) -> int:
         """Bytes of all graphs, and of released graphs whose memory the pool keeps."""
-        return self._kept_bytes + sum(graph.cost_bytes for graph in self.graph_set)
+        return self._released_bytes + sum(graph.cost_bytes for graph in self.graph_set)
 
     def graphs(self) -> Iterator[Graph]:
         """Every captured graph, grouped by program and width, ascending in rows."""
@@ -199,7 +199,7 @@ class Planner:
         for shape in reversed(buckets.shapes):  # large graphs first: smaller ones reuse their memory
             at_edge = shape.rows in buckets.edges or shape is small
             if at_edge or (shape is large and device < 2 * launches):
-                graph = self._add(buckets, buckets.key(shape), tried=not at_edge)
+                graph = self._add(buckets, buckets.key(shape), for_measurement=not at_edge)
                 if graph is not None:
                     points[shape.rows] = graph.replay_ms
                     if graph.replay_ms > host:
@@ -213,9 +213,9 @@ class Planner:
     def _release(self, graph: Graph) -> None:
         """Release a measured graph. Other captures may reuse its memory; the pool keeps it as long as it lives."""
         self._send(Release(graph.key))
-        self._forget_answers()
+        self._clear_plans()
         if self.graph_set.pooled:
-            self._kept_bytes = self._kept_bytes + graph.cost_bytes if len(self.graph_set) else 0
+            self._released_bytes = self._released_bytes + graph.cost_bytes if len(self.graph_set) else 0
 
     def _timed(self, buckets: Buckets, shape: PassShape) -> tuple[float, float]:
         """Milliseconds of an eager pass on padding: until the host has launched it, and until it is done."""
@@ -223,10 +223,10 @@ class Planner:
         self._send(Measure(key))
         return self.graph_set.eager_ms[key]
 
-    def _add(self, buckets: Buckets, key: GraphKey, tried: bool = False) -> Graph | None:
+    def _add(self, buckets: Buckets, key: GraphKey, for_measurement: bool = False) -> Graph | None:
         """Capture a graph for ``key`` unless there is one; None if memory or the budget does not allow it.
 
-        tried: the graph is captured only to be measured, so its lack is not recorded as a reason for eager passes.
+        for_measurement: the graph is only measured, so a failure is not recorded as a reason of eager passes.
         """
         if (there := self.graph_set.get(key)) is not None:
             return there
@@ -237,11 +237,11 @@ class Planner:
         else:
             graph = self.graph_set.get(key)
             if graph is not None and self._affordable(buckets, graph):
-                self._forget_answers()
+                self._clear_plans()
                 return graph
             reason, graph = Reason.OVER_BUDGET, None
         self._send(Release(key))  # also after a failure, which may be this rank's only
-        if not tried:
+        if not for_measurement:
             self._drop(key, reason)
         return None
 
@@ -254,7 +254,7 @@ class Planner:
 
     def _drop(self, key: GraphKey, reason: Reason) -> None:
         self._dropped[key] = reason
-        self._forget_answers()
+        self._clear_plans()
         shape = f"{key.shape.rows} rows" + (f" × {key.shape.width}" if key.shape.width > 1 else "")
         level = logging.WARNING if reason is Reason.NO_MEMORY else logging.INFO  # a budget is a deliberate limit
         logger.log(level, "No graph of %s for %s: %s. Advice: %s.", shape, key.program, reason.value, reason.advice)
@@ -294,7 +294,7 @@ class Planner:
             variants.append(found)
         return found
 
-    def filled(self, key: GraphKey) -> int:
+    def full_graph_rows(self, key: GraphKey) -> int:
         """Rows of the largest graph that a pass with at most this key's rows fills; 0 if there is none, or if every
         pass replays a graph."""
         buckets = self._buckets(key)
@@ -309,11 +309,11 @@ class Planner:
 
         waited: requests wait for outputs of the pass before this one.
         """
-        answer = self._answers.get((key, waited))
+        answer = self._plans.get((key, waited))
         if answer is None:
-            if len(self._answers) >= KEPT_ANSWERS:  # prompts come in every length
-                self._answers.clear()
-            answer = self._answers[key, waited] = self._plan(key, waited)
+            if len(self._plans) >= MAX_CACHED_PLANS:  # prompts come in every length
+                self._plans.clear()
+            answer = self._plans[key, waited] = self._plan(key, waited)
         return answer
 
     def _plan(self, key: GraphKey, waited: bool) -> Replay | Eager:
@@ -345,7 +345,7 @@ class Planner:
 
         waited: see :meth:`plan`. timed: record the device time, at the cost of two more events on the host.
         """
-        answer = self._launchable.get((key, waited)) or self._launch_plan(key, waited)
+        answer = self._launch_plans.get((key, waited)) or self._launch_plan(key, waited)
         if isinstance(answer, Replay):
             graph = answer.graph
             self.passes[key.program, graph.kind, ""] += 1
@@ -360,9 +360,9 @@ class Planner:
         """:meth:`plan`, after capturing a graph for this key on demand."""
         self.capture_for(key)
         answer = self.plan(key, waited)
-        if len(self._launchable) >= KEPT_ANSWERS:
-            self._launchable.clear()
-        self._launchable[key, waited] = answer
+        if len(self._launch_plans) >= MAX_CACHED_PLANS:
+            self._launch_plans.clear()
+        self._launch_plans[key, waited] = answer
         return answer
 
     def capture_for(self, key: GraphKey) -> None:
@@ -395,7 +395,7 @@ class Planner:
         if saved > 0 and closest not in self._dropped:
             self._missing[closest] += saved  # type: ignore[assignment]
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts of passes."""
         for counts in (self.passes, self.filled_rows, self.padded_rows, self._missing):
             counts.clear()
@@ -462,7 +462,7 @@ class Planner:
         """Forget the plan, whose programs hold the model and the cache."""
         for held in (self._programs, self._variants):
             held.clear()
-        self._forget_answers()
+        self._clear_plans()
 
 
 def _rows(graph: Graph) -> int:

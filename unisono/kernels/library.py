@@ -97,22 +97,23 @@ def op(
     calls the function without torch's dispatcher (``cpu_twin`` of the overload).
 
     cuda: the implementation on GPUs; it takes the same arguments. None: the function serves GPUs, too.
-    shape: maps the arguments to the shape of the one output, of the first argument's dtype.
-    meta: maps fake arguments to empty outputs, in place of ``shape``. Without both, the output is like the first
-        argument, or there is none.
+    shape: maps arguments to the shape of the one output, of the first argument's dtype. Its parameters are those
+        arguments of the op, by name, that the shape depends on.
+    meta: maps fake arguments to empty outputs, in place of ``shape``. Its parameters are arguments of the op, too; one
+        with a default may be missing there. Without both, the output is like the first argument, or there is none.
     gradient: the op in plain torch, run where an input requires a gradient and gradients are enabled; everywhere else,
         also in serving, the op itself runs. It must give the op's values up to rounding, not its bits.
     """
 
     def declare(function: Callable[P, R]) -> Op[P, R]:
         schema = schema_of(function)
-        for other in filter(None, (cuda, shape, meta, gradient)):
+        for other in filter(None, (cuda, gradient)):
             _check_defaults(function, other)
+        fake = (lambda *_: None) if meta is None and schema.endswith("()") else _fake(function, shape, meta)
         name = schema.partition("(")[0]
         _library.define(schema)
         _library.impl(name, cuda or function, "CUDA")
         _library.impl(name, function, "CPU")
-        fake = meta or (lambda *_: None) if schema.endswith("()") else meta or _like_first(shape)
         torch.library.register_fake(f"unisono::{name}", fake, lib=_library)
         overload = getattr(torch.ops.unisono, name).default
         overload.cpu_twin = function
@@ -167,13 +168,25 @@ def _schema_type(function: Callable[..., object], name: str, kind: Any, letters:
     return _SCHEMA_TYPES[kind]
 
 
-def _like_first(shape: Callable[..., Sequence[int]] | None) -> Callable[..., Tensor]:
-    """Make the fake implementation of an op with one output of the first argument's dtype; shape None: of its shape,
-    too.
+def _fake(
+    function: Callable[..., object], shape: Callable[..., Sequence[int]] | None, meta: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Make the fake implementation of an op with outputs; see :func:`op`. Raises TypeError if ``shape`` or ``meta``
+    requires a parameter that ``function`` lacks.
     """
+    signature, chosen = inspect.signature(function), meta or shape
+    parameters = {} if chosen is None else inspect.signature(chosen).parameters
+    used = [name for name in parameters if name in signature.parameters]
+    if unknown := [n for n, p in parameters.items() if n not in used and p.default is p.empty]:
+        raise TypeError(f"{function.__name__}: its output is computed from {unknown}, which are not its arguments")
 
-    def fake(*args: Any) -> Tensor:
-        return empty_like(args[0]) if shape is None else args[0].new_empty(shape(*args))
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        if chosen is None:
+            return empty_like(args[0])
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        result = chosen(**{name: bound.arguments[name] for name in used})
+        return result if chosen is meta else args[0].new_empty(result)
 
     return fake
 

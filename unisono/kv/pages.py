@@ -57,7 +57,7 @@ class Reservation:
     windows: the request's pages by window group.
     branch: tokens after which the prompt leaves the tree. It exceeds ``cached_tokens`` if the tree lacks a snapshot
         there, which later prompts will need; otherwise 0.
-    guesses: ends of whole pages where other prompts may branch, ascending; see ``unisono/kv/branch_points.py``.
+    branch_points: ends of whole pages where other prompts may branch, ascending; see ``unisono/kv/branch_points.py``.
     plan: the transfer from host memory that is possible, until :meth:`fetch` starts it.
     ticket: the last transfer to wait for.
     """
@@ -68,7 +68,7 @@ class Reservation:
     entries: list[_Entry] = field(default_factory=list)
     windows: dict[int, WindowPages] = field(default_factory=dict)
     branch: int = 0
-    guesses: tuple[int, ...] = ()
+    branch_points: tuple[int, ...] = ()
     plan: FetchPlan | None = None
     ticket: int = 0
     _inserted: int = 0  # leading pages offered to the tree
@@ -80,19 +80,19 @@ class Reservation:
         return [e.page for e in self.entries]
 
     @property
-    def coming(self) -> bool:
+    def in_transfer(self) -> bool:
         """True while pages or snapshots of the cached prefix are in transfer from host memory."""
         return self.pool.offload is not None and self.ticket > self.pool.offload.arrived
 
     @property
-    def snapshot_coming(self) -> bool:
+    def snapshot_in_transfer(self) -> bool:
         """True while the snapshot that the request begins with is in transfer from host memory."""
-        return self.pool.snapshots is not None and self._last in self.pool.snapshots.coming
+        return self.pool.snapshots is not None and self._last in self.pool.snapshots.in_transfer
 
     def fetch(self) -> None:
         """Start the transfer of :attr:`plan`, right after the reservation was opened.
 
-        Enough pages must be available. From then on the prefix counts as cached, and :attr:`coming` is True until it
+        Enough pages must be available. From then on the prefix counts as cached. :attr:`in_transfer` is True until it
         arrives.
         """
         plan, self.plan = self.plan, None
@@ -115,10 +115,10 @@ class Reservation:
                 self.snapshot = last.snapshot
                 self.pool.snapshots.touch(last)
 
-    def cut(self, start: int, end: int) -> int:
-        """End of a prompt chunk from ``start``: ``end``, or an earlier position that needs a snapshot, since snapshots
-        are taken where chunks end."""
-        return min((at for at in (self.branch, *self.guesses) if start < at < end), default=end)
+    def chunk_end(self, start: int, end: int) -> int:
+        """Return the end of a prompt chunk from ``start``: ``end``, or an earlier position that needs a snapshot, since
+        snapshots are taken where chunks end."""
+        return min((at for at in (self.branch, *self.branch_points) if start < at < end), default=end)
 
     @property
     def committed_tokens(self) -> int:

@@ -99,7 +99,7 @@ class PrefixTree:
         self._clock = itertools.count(1)
         self._leaves: OrderedDict[Node, None] = OrderedDict()  # unlocked leaves, least recently used first
         # (used, tiebreak, node) of nodes that became leaves by eviction. Nodes used since then are skipped when popped.
-        self._bared: list[tuple[int, int, Node]] = []
+        self._new_leaves: list[tuple[int, int, Node]] = []
         self._tiebreak = itertools.count()
         self.pages = 0
         self.unlocked = 0
@@ -157,7 +157,7 @@ class PrefixTree:
             self._on_evict(node)
             node.parent = None
             if not parent.locks and not parent.children:
-                heapq.heappush(self._bared, (parent.used, next(self._tiebreak), parent))
+                heapq.heappush(self._new_leaves, (parent.used, next(self._tiebreak), parent))
         self.pages -= len(freed)
         self.unlocked -= len(freed)
         return freed
@@ -172,14 +172,14 @@ class PrefixTree:
 
     def _least_used(self) -> Node | None:
         """Remove and return the least recently used unlocked leaf; None if there is none."""
-        while self._bared:
-            used, _, node = self._bared[0]
+        while self._new_leaves:
+            used, _, node = self._new_leaves[0]
             if node.used == used and not node.locks and not node.children:
                 break
-            heapq.heappop(self._bared)
+            heapq.heappop(self._new_leaves)
         first = next(iter(self._leaves), None)
-        if self._bared and (first is None or self._bared[0][0] < first.used):
-            return heapq.heappop(self._bared)[2]
+        if self._new_leaves and (first is None or self._new_leaves[0][0] < first.used):
+            return heapq.heappop(self._new_leaves)[2]
         if first is not None:
             del self._leaves[first]
         return first

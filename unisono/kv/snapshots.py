@@ -27,7 +27,7 @@ class SnapshotPool:
         self.free = list(range(count - 1, -1, -1))
         self._held: OrderedDict[Node, None] = OrderedDict()  # least recently used first
         self._guesses: OrderedDict[Node, None] = OrderedDict()  # oldest first
-        self.coming: set[Node] = set()  # nodes whose snapshot is being written by a transfer
+        self.in_transfer: set[Node] = set()  # nodes whose snapshot is being written by a transfer
 
     @property
     def has_spare(self) -> bool:
@@ -61,7 +61,7 @@ class SnapshotPool:
 
     def touch(self, node: Node) -> None:
         """Mark the node's snapshot as most recently used."""
-        if node in self.coming:
+        if node in self.in_transfer:
             return
         self._guesses.pop(node, None)
         self._held[node] = None
@@ -70,11 +70,11 @@ class SnapshotPool:
     def expect(self, node: Node) -> None:
         """Give a locked node an id whose snapshot a transfer is about to write. It is kept until :meth:`arrived`."""
         node.snapshot = self.take()
-        self.coming.add(node)
+        self.in_transfer.add(node)
 
     def arrived(self, node: Node) -> None:
         """Mark the node's snapshot as written."""
-        self.coming.discard(node)
+        self.in_transfer.discard(node)
         self.touch(node)
 
     def forget(self, node: Node) -> None:

@@ -141,7 +141,7 @@ class ExpertStack(nn.Module):
         for kind, stored in self.format.tensors(self.dtype).items():
             as_one = stored.layout is None or stored.layout.stacked
             if stored.accepts and as_one and all(n % stored.outputs == 0 for n in but_last):
-                each = [[place for _, of, place in expert if of == kind] for expert in experts]
+                each = [[target for _, of, target in expert if of == kind] for expert in experts]
                 yield kind.removeprefix("weight"), self._fused(kind, stored, each)
         if self.bias is not None:
             stored = StoredTensor(self.dtype, FLOATS, inputs=0)
@@ -181,8 +181,8 @@ class ExpertStack(nn.Module):
         """
         if self.bias is not None:
             return
-        for expert, places in zip(self.share.members(self.experts), self._places("single"), strict=False):
-            for each in places:
+        for expert, targets in zip(self.share.members(self.experts), self._places("single"), strict=False):
+            for each in targets:
                 yield expert, *each
 
     def riding(self) -> Iterator[tuple[str, str, WeightTarget]]:
@@ -200,9 +200,9 @@ class ExpertStack(nn.Module):
                 shape, *also = stored.stored_shapes(outputs, self.inputs)
                 part = stored.part(self.rows.runs(outputs)) if self.rows != WHOLE else None
                 common = shape, stored.accepts, part, self.format, kind, form
-                for index, places in enumerate(found):
+                for index, targets in enumerate(found):
                     others = {other: rows[other][index][number] for other in made}
-                    places.append(
+                    targets.append(
                         (projection, kind, WeightTarget(rows[kind][index][number], *common, others, tuple(also)))
                     )
         return found
@@ -251,12 +251,12 @@ class Fused(WeightTarget):
     def fill(self, stored: torch.Tensor) -> None:
         if self.runs is None and self.lies_transposed(tuple(stored.shape)):
             stored = stored.mT
-        for places, expert in zip(self.each, stored, strict=True):
-            for place, rows in zip(places, self._projections(expert, places), strict=True):
-                place.fill(rows)
+        for targets, expert in zip(self.each, stored, strict=True):
+            for target, rows in zip(targets, self._projections(expert, targets), strict=True):
+                target.fill(rows)
 
-    def _projections(self, expert: torch.Tensor, places: Sequence[WeightTarget]) -> Sequence[torch.Tensor]:
+    def _projections(self, expert: torch.Tensor, targets: Sequence[WeightTarget]) -> Sequence[torch.Tensor]:
         """The rows of each projection of one expert."""
         if self.interleaved:
-            return [expert[first :: len(places)] for first in range(len(places))]
-        return expert.split([len(place.parameter) for place in places])
+            return [expert[first :: len(targets)] for first in range(len(targets))]
+        return expert.split([len(target.parameter) for target in targets])

@@ -65,14 +65,15 @@ class Experts(nn.Module):
     router_factors: each expert's weight is multiplied by a learnt number.
     scores: how experts are scored and chosen; None: by softmax. With a ``correction`` they have one fp32 number each.
     counts [E]: tokens per expert, see :func:`expert_counts`.
-    slots [E + 1] int32: place of each expert among those of all ranks, see :meth:`place`; None: its number.
+    physical_ids [E + 1] int32: index of each expert in the stacks of all ranks, set by :meth:`set_placement`; None: its
+        id.
     observer: called with the choices [M, top_k] int32 of each pass; None: not called.
     ranks: processes that hold the experts together; a rank computes its own part.
     weighs_inputs: the input of a token's expert is multiplied by its weight, and its output is not.
     """
 
     counts: torch.Tensor
-    slots: torch.Tensor | None
+    physical_ids: torch.Tensor | None
     weighs_inputs = False
     observer: Callable[[torch.Tensor], None] | None = None
 
@@ -100,7 +101,7 @@ class Experts(nn.Module):
         corrected = scores is not None and scores.correction
         correction = torch.zeros(gate_up.experts, dtype=torch.float32, device=router.device) if corrected else None
         self.correction = None if correction is None else nn.Parameter(correction, requires_grad=False)
-        self.register_buffer("slots", None, False)
+        self.register_buffer("physical_ids", None, False)
         self.register_buffer("counts", torch.zeros(gate_up.experts, dtype=torch.int64, device=router.device), False)
         self.experts, self.shared = nn.ModuleDict({"gate_up": gate_up, "down": down}), shared
 
@@ -131,8 +132,8 @@ class Experts(nn.Module):
             x = plain(x) * weights.to(plain(x).dtype)
             weights = (weights > 0).to(weights.dtype)  # 0 for padding
         pairs, format, held = ids.numel(), gate_up.format, gate_up.experts_held
-        at = ids if self.slots is None else self.slots.index_select(0, ids.flatten()).view_as(ids)
-        own = ids if held == gate_up.experts else self._own(at, held)
+        physical = ids if self.physical_ids is None else self.physical_ids.index_select(0, ids.flatten()).view_as(ids)
+        own = ids if held == gate_up.experts else self._own(physical, held)
         plan = plan_experts(own, held, format.tile(gate_up, pairs, held))
         h = format.gate_up(gate_up, in_format(x, gate_up.input_format), plan)  # type: ignore[arg-type]
         if gate_up.rows != WHOLE:
@@ -140,7 +141,7 @@ class Experts(nn.Module):
         y = format.down(down, h, plan)
         shared = y[pairs:] if gate_up.rides else None
         if own is not ids:
-            y = self._collected(y[:pairs], at, held)
+            y = self._collected(y[:pairs], physical, held)
         if self.shared is not None:
             shared = self._columns(self.shared.down(self.shared(rows)))
         return Mixed(y[:pairs], weights, shared, gates if self.gated else None)
@@ -219,20 +220,22 @@ class Experts(nn.Module):
         gated = nn.functional.gelu(gate, approximate="tanh") if gelu else gate * (alpha * gate).sigmoid()
         return nn.functional.linear(gated * up, down.weight[number].to(x.dtype), biases[1])
 
-    def place(self, order: tuple[int, ...]) -> None:
-        """Hold the experts in this order, equally many on each rank. It changes no bit."""
-        slots = torch.arange(len(order) + 1, dtype=torch.int32)  # the last is that of padding
-        slots[torch.tensor(order)] = torch.arange(len(order), dtype=torch.int32)
-        self.slots = slots.to(self.router.device)
+    def set_placement(self, order: tuple[int, ...]) -> None:
+        """Hold the experts in this order, equally many on each rank. The order does not affect the output."""
+        physical = torch.arange(len(order) + 1, dtype=torch.int32)  # the last is that of padding
+        physical[torch.tensor(order)] = torch.arange(len(order), dtype=torch.int32)
+        self.physical_ids = physical.to(self.router.device)
 
     def _own(self, ids: torch.Tensor, held: int) -> torch.Tensor:
-        """Places [M, top_k] of experts as indices of this rank's ``held`` ones; ``held``, the index of padding, for
-        those of other ranks."""
+        """Convert physical ids [M, top_k] to indices of this rank's ``held`` experts; experts of other ranks have the
+        index of padding, ``held``.
+        """
         own = ids - self.ranks.index * held
         return own.masked_fill((own < 0) | (own >= held), held)
 
     def _collected(self, y: torch.Tensor, ids: torch.Tensor, held: int) -> torch.Tensor:
-        """y [P, H] of this rank's pairs -> y of all pairs, each row from the rank that has its expert. ids: places."""
+        """Gather y [P, H] from all ranks and take each pair's row from the rank that holds its expert. ids: physical
+        ids."""
         of_ranks = self.ranks.gather(y).view(len(y), self.ranks.count, -1)
         owner = (ids.view(-1, 1, 1) // held).clamp_max(self.ranks.count - 1).long()
         return of_ranks.gather(1, owner.expand(-1, 1, y.shape[1])).squeeze(1)
@@ -269,7 +272,7 @@ class Experts(nn.Module):
         gate_up = self.stacks[0]
         return 1 - (self.top_k + gate_up.rides) / (gate_up.experts + gate_up.rides)  # also a rank's average
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the layer, target) of each checkpoint tensor. Experts are stored fused or one by one."""
         count = self.stacks[0].experts
         for name, rows in (("router", self.router[:count]), ("shared_gate", self.router[count:])):
@@ -283,18 +286,18 @@ class Experts(nn.Module):
             yield "correction.", _Flat(self.correction, (count,), also=((1, count),))
         for name, stack in self.experts.items():
             assert isinstance(stack, ExpertStack)
-            for kind, place in stack.fused():
-                yield f"experts.{name}.{kind}", place
-            for expert, projection, kind, place in stack.single():
-                yield f"experts.each.{expert}.{projection or name}.{kind}", place
+            for kind, target in stack.fused():
+                yield f"experts.{name}.{kind}", target
+            for expert, projection, kind, target in stack.single():
+                yield f"experts.each.{expert}.{projection or name}.{kind}", target
             if stack.rides:
-                for projection, kind, place in stack.riding():
-                    yield ".".join(filter(None, ("shared", name, projection, kind))), place
+                for projection, kind, target in stack.riding():
+                    yield ".".join(filter(None, ("shared", name, projection, kind))), target
         if self.shared is not None:
             first = "gate_up" if isinstance(self.shared, GatedMLP) else "up"
             for name in (first, "down"):
-                for inside, place in getattr(self.shared, name).places():
-                    yield f"shared.{name}.{inside}", place
+                for inside, target in getattr(self.shared, name).weight_targets():
+                    yield f"shared.{name}.{inside}", target
 
 
 class _Flat(WeightTarget):

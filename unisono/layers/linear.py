@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -199,7 +199,7 @@ class Linear(nn.Module):
         """Adapter of each row; None in a pass without adapters."""
         return None if self.adapter is None else self.adapter.plan(plain(x).shape[0])
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the layer, target) of each checkpoint tensor."""
         tensors = self.format.tensors(self.dtype)
         made = {kind: stored for kind, stored in tensors.items() if not stored.accepts}
@@ -207,12 +207,12 @@ class Linear(nn.Module):
         readings = self._joint_readings(rows)
         for kind, stored in tensors.items():
             if stored.accepts:
-                for number, (name, place) in enumerate(self._places(kind, stored, self.format)):
+                for number, (name, target) in enumerate(self._places(kind, stored, self.format)):
                     if kind in getattr(self.format, "joint", ()):
-                        fields = {field: getattr(place, field) for field in WeightTarget.__dataclass_fields__}
+                        fields = {field: getattr(target, field) for field in WeightTarget.__dataclass_fields__}
                         yield name, JointTarget(**fields, reading=readings[number])
                     else:
-                        yield name, replace(place, others={other: rows[other][number] for other in made})
+                        yield name, replace(target, others={other: rows[other][number] for other in made})
         if self.bias is not None:
             yield from self._places("bias", StoredTensor(self.dtype, FLOATS, inputs=0), None)
 
@@ -236,8 +236,8 @@ class Linear(nn.Module):
             if self.input_share != WHOLE and stored.inputs:
                 part = Slices(1, stored.columns(self.input_share.runs(self.inputs)))
             shape, *also = stored.stored_shapes(outputs, self.inputs)
-            place = WeightTarget(into, shape, stored.accepts, part, format, kind, also=tuple(also))
-            yield f"{projection}.{kind}" if projection else kind, place
+            target = WeightTarget(into, shape, stored.accepts, part, format, kind, also=tuple(also))
+            yield f"{projection}.{kind}" if projection else kind, target
 
     def _made(self, parameter: nn.Parameter, stored: StoredTensor) -> nn.Parameter:
         """The parameter, marked with its part of the whole tensor and the range of its dummy values."""
@@ -297,3 +297,24 @@ def _one_of_each(modules: Iterable[nn.Module]) -> Iterable[Linear]:
     """One layer of each shape and format."""
     layers = (m for m in modules if isinstance(m, Linear))
     return {(m.outputs, m.inputs, m.format): m for m in layers}.values()
+
+
+class EndsInLinear(nn.Module):
+    """Base of mixers and MLPs that end in one linear layer. last: name of its attribute.
+
+    y: the result of ``forward``, the layer's input [M, K].
+    """
+
+    last: ClassVar[str] = "o"
+
+    def project(
+        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
+    ) -> tuple[torch.Tensor, Activations]:
+        """Return (residual + layer(y), ``norm`` of it), each [M, hidden]; without a norm, the sum twice."""
+        layer: Linear = getattr(self, self.last)
+        return layer.then_norm(y, residual, norm)
+
+    def output(self, y: Activations) -> torch.Tensor:
+        """Return layer(y) [M, hidden]."""
+        out: torch.Tensor = getattr(self, self.last)(y)
+        return out

@@ -7,14 +7,16 @@ from torch import nn
 
 from unisono.kernels.norm.activation import SILU, ExpertGate
 from unisono.layers.activations import Activations, OfAllRanks, gate_product
-from unisono.layers.linear import Linear
+from unisono.layers.linear import EndsInLinear, Linear
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(EndsInLinear):
     """``down(silu(gate(x)) * up(x))``: a feed-forward (``models/blocks/layers.py``).
 
     gate_up: both projections as one product. down: the projection back. gate: SILU or GELU_TANH.
     """
+
+    last = "down"
 
     def __init__(self, gate_up: Linear, down: Linear, gate: ExpertGate = SILU) -> None:
         super().__init__()
@@ -40,14 +42,3 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up.reference(x).chunk(2, dim=-1)
         gated = nn.functional.silu(gate) if self.gate == SILU else nn.functional.gelu(gate, approximate="tanh")
         return self.down.reference(gated * up)
-
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """Result of ``forward`` -> (residual + down(y), ``norm`` of it); without a norm, the sum twice."""
-        return self.down.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        """Result of ``forward`` -> ``down(y)``."""
-        out: torch.Tensor = self.down(y)
-        return out

@@ -91,7 +91,7 @@ class RMSNorm(nn.Module):
         options = self.input_format.group, self.input_format.keep
         return sandwich_norm.add_normed_fp8(*inputs, self.weight, self.eps, *options)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the norm, target) of each checkpoint tensor."""
         shape = tuple(self.weight.shape)
         if not self.stored:
@@ -109,8 +109,8 @@ class Factor(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device), requires_grad=False)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
-        """See :meth:`RMSNorm.places`."""
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """See :meth:`RMSNorm.weight_targets`."""
         yield "", WeightTarget(self.weight, tuple(self.weight.shape))
 
 
@@ -139,8 +139,8 @@ class LayerNorm(nn.Module):
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
-        """See :meth:`RMSNorm.places`."""
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """See :meth:`RMSNorm.weight_targets`."""
         shape = tuple(self.weight.shape)
         if self.kind.weight and self.zero_centered:
             yield "weight", _ChangedWeight(self.weight, shape, plus=1.0)

@@ -205,23 +205,23 @@ class _Stops:
             return text
         if self.found is not None:
             return ""
-        new, text, begun, hits = text, self._held + text, 0, []
+        new, text, partial, hits = text, self._held + text, 0, []
         if self._strings is not None:
             self._state, match = self._strings.feed(self._state, new, may_stop)
-            begun = self._strings.begun(self._state)
+            partial = self._strings.partial_length(self._state)
             if match is not None:
                 hits.append((len(self._held) + match[0], len(self._held) + match[0] - match[1]))
         if self._expressions is not None:
             found = self._expressions.feed(new)
             if found is not None and may_stop:
                 hits.append((found[1] - self._given, found[0] - self._given))
-            if (start := self._expressions.begun) is not None:
-                begun = max(begun, self._given + len(text) - start)
+            if (start := self._expressions.partial_start) is not None:
+                partial = max(partial, self._given + len(text) - start)
         if hits:
             end, start = min(hits)
             self.found, self._held = text[start:end], ""
             return text[: end if self._include else start]
-        self._held = text[len(text) - begun :]
+        self._held = text[len(text) - partial :]
         self._given += len(text) - len(self._held)
         return text[: len(text) - len(self._held)]
 

@@ -154,7 +154,7 @@ class StopRegex:
 
     Raises BadRequest for unsupported expressions.
 
-    ``begun``: start of the earliest match that the text's end may belong to; None without one.
+    ``partial_start``: start of the earliest match that more text may complete; None without one.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -171,7 +171,7 @@ class StopRegex:
             raise BadRequest("stop_regex matches the empty text, which would end every answer at once.", PARAM)
 
     @property
-    def begun(self) -> int | None:
+    def partial_start(self) -> int | None:
         return min(self._alive.values(), default=None)
 
     def feed(self, text: str) -> tuple[int, int] | None:
@@ -186,9 +186,9 @@ class StopRegex:
         passed: dict[int, bool] = {}  # by the test's id: states of a repeated element share its test
         alive: dict[int, int] = {}
         first = None
-        begun = dict.fromkeys(self._reached(self._first), self._position)
+        starting = dict.fromkeys(self._reached(self._first), self._position)
         # The earliest match first, so that each state is reached with its earliest start.
-        for state, start in sorted({**begun, **self._alive}.items(), key=lambda one: one[1]):
+        for state, start in sorted({**starting, **self._alive}.items(), key=lambda one: one[1]):
             found = self._automaton.tests[state]
             if found is None:
                 continue

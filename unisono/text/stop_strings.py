@@ -61,8 +61,8 @@ class StopStrings:
                 return state, (place, self._longest[state])
         return state, None
 
-    def begun(self, state: int) -> int:
-        """Number of characters at the text's end that may be the beginning of a string."""
+    def partial_length(self, state: int) -> int:
+        """Number of characters at the end of the text that may begin a stop string."""
         while state and not self._next[state]:  # a complete string that is no prefix of a longer one
             state = self._fallback[state]
         return self._depth[state]

@@ -25,7 +25,7 @@ class SpeculativeConfig(Concise):
     that gives more tokens per second. draft_tensor_parallel_size: ranks that share the draft model: all of the
     target's, or 1 (each holds it whole); None: the method's own default (``DivisibleDrafter``). share_drafts: rounds
     with fewer than k drafts give each request its own number within a common budget; None: by drafter and device
-    (``startup.buckets.shared_choices``).
+    (``startup.capture_candidates.shared_choices``).
     """
 
     method: str = "none"

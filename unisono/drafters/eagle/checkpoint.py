@@ -227,7 +227,7 @@ class DraftCheckpoint:
     def targets(self, head: Head) -> dict[str, WeightTarget]:
         """Checkpoint tensor names, in speculators' spelling -> the parameters they fill."""
         shared = {EMBED: not self.own_embed, LM_HEAD: not self.own_head}
-        targets = {f"{self.stored_name(module)}.{kind}": place for module, kind, place in weights.places(head)}
+        targets = {f"{self.stored_name(module)}.{kind}": place for module, kind, place in weights.weight_targets(head)}
         return {name: place for name, place in targets.items() if not shared.get(name, False)}
 
     def _fill_randomly(self, head: Head) -> None:

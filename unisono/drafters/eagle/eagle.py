@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unisono.drafters.base import DrafterContext, SelfTest
-from unisono.drafters.eagle.checkpoint import open_eagle
-from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
+from unisono.drafters.base import SelfTest
+from unisono.drafters.eagle.checkpoint import DraftCheckpoint, open_eagle
+from unisono.drafters.eagle.head_drafter import HeadDrafter
+from unisono.drafters.hidden import OTHER_TARGET, RANDOM
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
-from unisono.drafters.quantization import DraftWeights
 from unisono.graphs import Features, Hidden
 from unisono.models.config import DecoderConfig
-from unisono.models.load.update import WeightUpdate
 from unisono.types import SpeculativeConfig
 
 
-class EagleDrafter(HiddenDrafter):
+class EagleDrafter(HeadDrafter):
     """EAGLE (Li et al., arXiv 2401.15077, 2406.16858) as a chain or a fixed tree, coupled with the target's noise.
 
     ``spec.model`` is the head's directory. Option ``load_format="dummy"`` uses random weights (needs config.json only);
@@ -30,16 +29,8 @@ class EagleDrafter(HiddenDrafter):
         super().__init__(spec)
         options = read_options(spec, {**LOAD_FORMAT, **DRAFT_QUANTIZATION}, takes_model=True)
         dummy, self.draft_quantization = options["load_format"] == "dummy", options["draft_quantization"]
-        self._checkpoint = open_eagle(required_model(spec, "a head made for this target"), target, dummy=dummy)
+        self.checkpoint = open_eagle(required_model(spec, "a head made for this target"), target, dummy=dummy)
         self.self_test = SelfTest(OTHER_TARGET, RANDOM if dummy else None)
 
-    def choose_weights(self, context: DrafterContext) -> DraftWeights:
-        return self._checkpoint.choose_weights(self.draft_quantization, context.target, context.ranks)
-
-    def build(self, context: DrafterContext) -> DraftModule:
-        head = self.build_head(context, self._checkpoint)
-        del self._checkpoint
-        return head
-
-    def module_updates(self, directory: Path) -> list[WeightUpdate]:
-        return [self.head_update(open_eagle(directory, self._context.target.config))]
+    def open(self, directory: Path) -> DraftCheckpoint:
+        return open_eagle(directory, self._context.target.config)

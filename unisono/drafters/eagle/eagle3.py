@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from unisono.distributed.gather import Ranks
-from unisono.drafters.base import DrafterContext, SelfTest
-from unisono.drafters.eagle.checkpoint import CONVENTIONS, open_eagle3
-from unisono.drafters.hidden import OTHER_TARGET, RANDOM, DraftModule, HiddenDrafter
+from unisono.drafters.base import SelfTest
+from unisono.drafters.eagle.checkpoint import CONVENTIONS, DraftCheckpoint, open_eagle3
+from unisono.drafters.eagle.head_drafter import HeadDrafter
+from unisono.drafters.hidden import OTHER_TARGET, RANDOM
 from unisono.drafters.options import DRAFT_QUANTIZATION, LOAD_FORMAT, read_options, required_model
-from unisono.drafters.quantization import DraftWeights
 from unisono.graphs import Features, Hidden
 from unisono.models.config import DecoderConfig
-from unisono.models.load.update import WeightUpdate
 from unisono.types import ConfigError, SpeculativeConfig
 
 
-class Eagle3Drafter(HiddenDrafter):
+class Eagle3Drafter(HeadDrafter):
     """EAGLE-3 (Li et al., arXiv 2503.01840) as a chain or a fixed tree, coupled with the target's noise.
 
     ``spec.model`` is the head's directory. Options: ``load_format="dummy"`` uses random weights (needs config.json
@@ -32,7 +31,7 @@ class Eagle3Drafter(HiddenDrafter):
         known = {**LOAD_FORMAT, "aux_layers": CONVENTIONS, **DRAFT_QUANTIZATION}
         options = read_options(spec, known, takes_model=True)
         dummy, model = options["load_format"] == "dummy", required_model(spec, "a head made for this target")
-        self._checkpoint = opened = open_eagle3(model, target, dummy=dummy, convention=options["aux_layers"])
+        self.checkpoint = opened = open_eagle3(model, target, dummy=dummy, convention=options["aux_layers"])
         self._convention = options["aux_layers"]
         self.draft_quantization = options["draft_quantization"]
         self.features = Features(Hidden.AUX, opened.config.aux_layers)
@@ -47,18 +46,10 @@ class Eagle3Drafter(HiddenDrafter):
         """Return True if its heads can be divided: a round with k = 3 of an 8B model then takes 4 % less on two
         H200s."""
         try:
-            self._checkpoint.config.layer.check_divides(ranks)
+            self.checkpoint.config.layer.check_divides(ranks)
         except ConfigError:
             return False
         return True
 
-    def choose_weights(self, context: DrafterContext) -> DraftWeights:
-        return self._checkpoint.choose_weights(self.draft_quantization, context.target, context.ranks)
-
-    def build(self, context: DrafterContext) -> DraftModule:
-        head = self.build_head(context, self._checkpoint)
-        del self._checkpoint
-        return head
-
-    def module_updates(self, directory: Path) -> list[WeightUpdate]:
-        return [self.head_update(open_eagle3(directory, self._context.target.config, convention=self._convention))]
+    def open(self, directory: Path) -> DraftCheckpoint:
+        return open_eagle3(directory, self._context.target.config, convention=self._convention)

@@ -121,12 +121,12 @@ class MTPLayout:
             return path not in SHARED and named(path, kind) in tensors
 
         found: dict[str, WeightTarget] = {}
-        for path, kind, place in weights.places(module, held):
+        for path, kind, target in weights.weight_targets(module, held):
             if path in shared:
                 continue
             name, rows = named(path, kind), self.rows.get(path.removeprefix("layer."))
             layer = module.config.layers[0]
-            found[name] = place if rows is None else Shared.of(name, place, rows(layer), found.get(name))
+            found[name] = target if rows is None else Shared.of(name, target, rows(layer), found.get(name))
         return found
 
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:

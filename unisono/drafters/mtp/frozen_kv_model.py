@@ -203,7 +203,7 @@ class FrozenCheckpoint:
         names = SANDWICH_NAMES if self.config.layers[0].mixer_norms.after else NAMES
         targets = {
             weights.tensor_name(checkpoint_name(names, path), kind): place
-            for path, kind, place in weights.places(head)
+            for path, kind, place in weights.weight_targets(head)
             if path != "embed"
         }
         if "lm_head.weight" not in self.tensors:

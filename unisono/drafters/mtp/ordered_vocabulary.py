@@ -42,8 +42,8 @@ class TokenOrdering(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.arange(size, device=device), requires_grad=False)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
-        """See :meth:`unisono.layers.norm.RMSNorm.places`."""
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """See :meth:`unisono.layers.norm.RMSNorm.weight_targets`."""
         yield "", WeightTarget(self.weight, tuple(self.weight.shape), INTEGERS)
 
 

@@ -97,7 +97,7 @@ class PrefillService:
     # ---- the engine's side ---------------------------------------------------------------------
 
     @property
-    def has_news(self) -> bool:
+    def has_requests(self) -> bool:
         return not self._inbox.empty()
 
     def poll(self, add: Callable[[EngineRequest], None], abort: Callable[[str], None]) -> None:

@@ -22,13 +22,13 @@ class Roles:
     """Services of an engine's role. service: of a prefill engine that listens, or None. client: of a decode engine with
     peers, or None.
 
-    wakes: a socket that becomes readable when the service has news for an engine that sleeps.
+    wakeup_socket: becomes readable when the service gets a request, for an idle engine.
     """
 
     def __init__(self, config: ResolvedConfig | None = None, runner: Runner | None = None) -> None:
         self.service: PrefillService | None = None
         self.client: PrefillClient | None = None
-        self.wakes: socket.socket | None = None
+        self.wakeup_socket: socket.socket | None = None
         self._pages: SharedPages | None = None
         if config is None or runner is None or not config.requested.exchanges_pages:
             return
@@ -44,8 +44,8 @@ class Roles:
         self._pages = pages = runner.share_pages()
         identity, timeout = engine_identity(config, runner.worker), requested.transfer_timeout
         for address in listens:
-            self.wakes, self._wake = socket.socketpair()
-            self.wakes.setblocking(False)
+            self.wakeup_socket, self._wake = socket.socketpair()
+            self.wakeup_socket.setblocking(False)
             self._wake.setblocking(False)
             self.service = PrefillService(address, _key([address]), identity, timeout, backends, pages, self.wake)
         if peers:
@@ -67,7 +67,7 @@ class Roles:
     def _awake(self) -> None:
         """Drain :attr:`wakes`: the engine now looks at all messages."""
         with contextlib.suppress(OSError):
-            while self.wakes is not None and self.wakes.recv(4096):
+            while self.wakeup_socket is not None and self.wakeup_socket.recv(4096):
                 pass
 
     def close(self) -> None:

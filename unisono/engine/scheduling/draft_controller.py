@@ -20,7 +20,7 @@ import numpy as np
 from unisono.engine.scheduling.adaptive import AcceptanceEstimate, AdaptiveK, RoundCosts
 from unisono.engine.scheduling.forced_drafts import ForcedDrafts
 from unisono.engine.sequence import Extend, FeaturePass, Pass, Round, Rows, Sequence
-from unisono.engine.startup.buckets import CPU_COST
+from unisono.engine.startup.capture_candidates import CPU_COST
 from unisono.engine.worker.progress import NOBODY, Progress
 from unisono.types import FinishReason
 from unisono.types.acceptance import FewerDrafts
@@ -35,7 +35,7 @@ ROUNDS_PER_CHOICE = 16
 class DraftController:
     """Choose drafts for the rounds of one engine. ``pinned``: a fixed number of drafts; None: adapt.
 
-    The numbers to choose from are ``runner.choices`` (``startup.buckets.draft_choices``).
+    The numbers to choose from are ``runner.choices`` (``startup.capture_candidates.draft_choices``).
 
     ``rounds[k]`` counts rounds with k drafts.
     """
@@ -55,7 +55,7 @@ class DraftController:
         self._forced = ForcedDrafts(runner.config, drafter.num_drafts, progress)
         self._launched: Round | None = None  # the round launched last, unless another pass followed
         self._read_at: float | None = None  # end of the pass read last
-        self._put_off: dict[bool, int] = {}  # by kind of round: drafts that wait for a catch-up pass
+        self._postponed: dict[bool, int] = {}  # by kind of round: drafts that wait for a catch-up pass
         lazy = runner.config.requested.graph_capture == "lazy"
         self._until_next_choice = ROUNDS_PER_CHOICE if lazy else None
 
@@ -92,11 +92,11 @@ class DraftController:
         if not isinstance(work, Round):
             self._launched = None
             if isinstance(work, Extend) and work.decodes:
-                self._know(work.decodes)
-                self._undrafted(work.decodes)
+                self._track(work.decodes)
+                self._note_undrafted(work.decodes)
             return work
-        self._know(work.rows)
-        fixed = self._put_off.get(work.reads_drafts) if self.pinned is None else self.pinned
+        self._track(work.rows)
+        fixed = self._postponed.get(work.reads_drafts) if self.pinned is None else self.pinned
         drafts = self._choose(work.rows) if fixed is None else fixed
         if drafts and work.reads_drafts:
             drafts = self._runner.choices[-1]  # rounds that the host reads have no widths in between
@@ -132,12 +132,12 @@ class DraftController:
         The host does not read drafts of these requests.
         """
         drafts = self.policy.drafts if self.pinned is None else self.pinned
-        if drafts or self._put_off.get(False):
+        if drafts or self._postponed.get(False):
             return False
         limit = self._limit if self._runner.max_unobserved else None
         return limit is None or all(self._progress.unobserved[s.slot] < limit for s in sequences)
 
-    def _undrafted(self, rows: Rows) -> None:
+    def _note_undrafted(self, rows: Rows) -> None:
         """Note rows that commit a token without drafts; a paused drafter observes it later."""
         if self._runner.max_unobserved:
             self._progress.unobserved[rows.slots] += 1
@@ -164,7 +164,7 @@ class DraftController:
         if missing and len(missing) < len(self._runner.choices):
             self._runner.planner.capture_for(self._runner.round_key(rows, missing[-1]))
 
-    def _know(self, rows: Rows) -> None:
+    def _track(self, rows: Rows) -> None:
         new = rows.slots[self._owners[rows.slots] != rows.owners]
         if new.size:
             self._owners[rows.slots] = rows.owners
@@ -193,7 +193,7 @@ class DraftController:
 
         One catch-up pass per round: if more tokens are pending than it takes, this round drafts nothing.
         """
-        self._put_off.pop(work.reads_drafts, None)
+        self._postponed.pop(work.reads_drafts, None)
         if not self._runner.max_unobserved:
             return work
         pending, each = self._progress.unobserved[work.rows.slots], self._runner.max_unobserved
@@ -203,10 +203,10 @@ class DraftController:
             work = replace(work, catching_up=work.rows.where(pending > 0))
             self._progress.unobserved[work.rows.slots] = np.maximum(0, pending - each)
             if most > each:
-                self._put_off[work.reads_drafts] = work.drafts
+                self._postponed[work.reads_drafts] = work.drafts
                 work = replace(work, drafts=0, forced=None, fewer=FewerDrafts.CATCH_UP)
         if not work.drafts:
-            self._undrafted(work.rows)
+            self._note_undrafted(work.rows)
         return work
 
     # ---- after a pass -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.sequence import Sequence, tokens_left
-from unisono.engine.startup.buckets import LEAST_TOKENS
+from unisono.engine.startup.capture_candidates import LEAST_TOKENS
 from unisono.graphs import GraphKey, PassShape
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Mixing:
         sizes = self._runner.decode_sizes
         if not running or not sizes:
             return 0
-        room = self.room(len(running)) if len(running) <= sizes[-1] else self._most
+        room = self.decode_capacity(len(running)) if len(running) <= sizes[-1] else self._most
         if LEAST_TOKENS + room > self._most:
             return self._no("too many requests")
         if not all(feature.mixes for s in (*running, *prompts) for feature in s.states):
@@ -56,7 +56,7 @@ class Mixing:
         tokens = fitting(0.0 if self._fixed else self._controller.round_ms(running))
         mixed = min(max(LEAST_TOKENS, tokens - room), self._most - room)
         if tokens_left(prompts) > mixed:
-            mixed = self._runner.filling(mixed, room)
+            mixed = self._runner.tokens_filling_graph(mixed, room)
         return mixed if self._fixed or self.pays(running, mixed, room) else self._no("slower")
 
     def info(self) -> dict[str, object]:
@@ -69,7 +69,7 @@ class Mixing:
         self.apart[why] += 1
         return 0
 
-    def room(self, decodes: int) -> int:
+    def decode_capacity(self, decodes: int) -> int:
         """Return the rows that a mixed pass reserves for this number of decoding requests."""
         return next(size for size in self._runner.decode_sizes if size >= decodes)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Requests
 
 from unisono.engine.scheduling.adaptive import MOST_CORRECTION
 from unisono.engine.sequence import Extend, FeaturePass, Round, Sequence
-from unisono.engine.startup.buckets import LEAST_TOKENS
+from unisono.engine.startup.capture_candidates import LEAST_TOKENS
 from unisono.graphs import GraphKey
 from unisono.passes.features.base import Room
 

@@ -50,8 +50,8 @@ from unisono.kv.specs import ALL
 from unisono.passes.features.base import Feature, PrePass, Room, Row
 from unisono.types import FinishReason
 
-MAX_PASSED = 64
-"""Requests that later ones may overtake in one step because a feature cannot serve them yet."""
+MAX_SKIPPED = 64
+"""Maximum requests per step that are skipped because a feature cannot serve them yet."""
 
 
 def _raise(sequence: Sequence, stage: str, error: Exception) -> None:
@@ -138,7 +138,8 @@ class Scheduler:
                 return extend
         for reads_drafts in (self._host_drafts_next, not self._host_drafts_next):
             try:
-                work = self._next_reading() if reads_drafts else self._next_round(self.running.others, False)
+                others = self.running.device_drafted
+                work = self._next_host_drafted() if reads_drafts else self._next_round(others, False)
             except _Wait:
                 return self._take_verify()
             if work is not None:
@@ -190,8 +191,10 @@ class Scheduler:
         progress = self.progress
         for sequence in self.active:
             slot, known = sequence.slot, (sequence.order, len(sequence.tokens))
-            if (noted := (int(progress.owner[slot]), int(progress.length[slot]))) != known:
-                raise RuntimeError(f"slot {slot}: request and length {noted} are noted, it has {known}")
+            if (mirror := (int(progress.owner[slot]), int(progress.length[slot]))) != known:
+                raise RuntimeError(
+                    f"slot {slot}: the host mirror has request and length {mirror}, the sequence {known}"
+                )
         owned = int(np.count_nonzero(progress.owner != NOBODY))
         if owned != len(self.active):
             raise RuntimeError(f"{owned} slots have an owner, {len(self.active)} requests hold one")
@@ -232,23 +235,23 @@ class Scheduler:
         """Admit waiting requests. Skip a request whose feature is not ready, and later ones that need the same
         feature.
         """
-        passed: list[Sequence] = []
-        held: set[Feature] = set()
-        while self.waiting and self.slots.available and len(passed) < MAX_PASSED:
+        skipped: list[Sequence] = []
+        blocked: set[Feature] = set()
+        while self.waiting and self.slots.available and len(skipped) < MAX_SKIPPED:
             sequence = self.waiting.first()
             try:
-                by = sequence.held_by() | (held & sequence.states.keys())
+                by = sequence.blocked_by() | (blocked & sequence.states.keys())
                 admitted = not by and self._admit_one(sequence)
             except Exception as error:
                 self.fail(sequence, "slot", error)
                 continue
             if by:
-                held |= by
+                blocked |= by
                 self.waiting.remove(sequence)
-                passed.append(sequence)
+                skipped.append(sequence)
             elif not admitted:
                 break
-        for sequence in passed:
+        for sequence in skipped:
             self.waiting.add(sequence)
 
     def _admit_one(self, sequence: Sequence) -> bool:
@@ -322,9 +325,9 @@ class Scheduler:
             budget -= end - start
         room = self.budget.room(self.running, self._pass_ms)
         for feature, rows in feature_rows.items():
-            if (ahead := self._pre_pass(feature, [row for row in rows if row.start < row.end], room)) is not None:
-                self.budget.prepared(self._pass_ms(ahead.key))
-                return FeaturePass(ahead)
+            if (pre_pass := self._pre_pass(feature, [row for row in rows if row.start < row.end], room)) is not None:
+                self.budget.prepared(self._pass_ms(pre_pass.key))
+                return FeaturePass(pre_pass)
         return None
 
     def _pre_pass(self, feature: Feature, rows: list[Row], room: Room) -> PrePass | None:
@@ -339,8 +342,8 @@ class Scheduler:
         owners = {id(state): sequence for sequence in self.extending for state in sequence.states.values()}
         for row in rows:
             try:
-                if (ahead := feature.pre_pass([row], room)) is not None:
-                    return ahead
+                if (pre_pass := feature.pre_pass([row], room)) is not None:
+                    return pre_pass
             except Exception as error:
                 self.fail(owners[id(row.state)], "batch", error)
         return None
@@ -351,7 +354,7 @@ class Scheduler:
         fitting = partial(self.budget.tokens, self.running, prompts)
         if self.mixing is not None and (tokens := self.mixing.prompt_tokens(self.running, prompts, fitting)):
             with suppress(_Wait):
-                return tokens, self._able(self.running.rows, self.widths.plain)
+                return tokens, self._with_pages(self.running.rows, self.widths.plain)
         return self._filling(budget, 0) if self.running and tokens_left(prompts) > budget else budget, NO_ROWS
 
     def _next_extend(self, budget: int, decodes: Rows) -> Extend | None:
@@ -359,13 +362,13 @@ class Scheduler:
         yet.
         """
         chunks, waited, capacity = [], bool(self.running), self.budget.most
-        for sequence in [s for s in self.extending if not s.coming][: self.max_extend_rows]:
+        for sequence in [s for s in self.extending if not s.awaits_pages][: self.max_extend_rows]:
             if budget <= 0:
                 break
             start, total = sequence.extended, len(sequence.tokens)
             end = min(total, start + budget)
             if sequence.pages is not None:
-                end = sequence.pages.cut(start, end)
+                end = sequence.pages.chunk_end(start, end)
             try:
                 least = sequence.least_end()
                 if end < least <= min(total, start + capacity):
@@ -389,18 +392,18 @@ class Scheduler:
                 self.extending.remove(chunk.sequence)
                 self.running.append(chunk.sequence)
         self.device.extending(chunks)
-        room = self.mixing.room(len(decodes)) if self.mixing is not None and decodes else 0
-        work = Extend(chunks, budget <= 0, decodes, growth, room, waited)
+        decode_rows = self.mixing.decode_capacity(len(decodes)) if self.mixing is not None and decodes else 0
+        work = Extend(chunks, budget <= 0, decodes, growth, decode_rows, waited)
         self.progress.launched(work.committing.slots)
         return work
 
-    def _next_reading(self) -> Round | Verify | None:
+    def _next_host_drafted(self) -> Round | Verify | None:
         """Next pass for requests whose drafts the host reads. None until the previous pass has been read."""
         if self._drafting is not None:
             return None
         if (work := self._take_verify()) is not None:
             return work
-        rows = self.running.reading
+        rows = self.running.host_drafted
         return None if self._unread(rows) else self._next_round(rows, True)
 
     def _take_verify(self) -> Verify | None:
@@ -416,25 +419,25 @@ class Scheduler:
 
     def _next_round(self, rows: Rows, reads_drafts: bool) -> Round | None:
         """Return a round of these, which are all running requests of one kind. Raises _Wait."""
-        width = self.widths.reading if reads_drafts else self.widths.plain
-        able = self._able(rows, width)
-        if not able:
+        width = self.widths.host_drafted if reads_drafts else self.widths.plain
+        ready = self._with_pages(rows, width)
+        if not ready:
             return None
         if reads_drafts or rows is self.running.rows:
-            self.budget.round_launched()  # if both kinds run, prompts have the time of a turn of both
-        growth = self._growth(able, width)
-        self.progress.launched(able.slots)
-        return Round(able, growth, self.widths.plain - 1, reads_drafts=reads_drafts)
+            self.budget.round_launched()  # if both kinds run, one budget covers a round of each
+        growth = self._growth(ready, width)
+        self.progress.launched(ready.slots)
+        return Round(ready, growth, self.widths.plain - 1, reads_drafts=reads_drafts)
 
-    def _able(self, rows: Rows, width: int) -> Rows:
-        """Return the rows that may go on, with pages for the worst case of ``width`` tokens. Raises _Wait."""
-        able, preemptions = rows.where(self.progress.going_on(rows.slots)), self.preemptions
-        worst = self.progress.worst(able.slots, width)
-        for row in self.progress.outgrown(able.slots, worst):
-            self._grow(able.sequences[row], int(worst[row]))
+    def _with_pages(self, rows: Rows, width: int) -> Rows:
+        """Return the rows that may continue, with pages for the worst case of ``width`` tokens. Raises _Wait."""
+        ready, preemptions = rows.where(self.progress.going_on(rows.slots)), self.preemptions
+        worst = self.progress.worst(ready.slots, width)
+        for row in self.progress.outgrown(ready.slots, worst):
+            self._grow(ready.sequences[row], int(worst[row]))
         if self.preemptions == preemptions:
-            return able
-        return able.where(self.progress.owned(able.slots, able.owners))  # growing one may have preempted another
+            return ready
+        return ready.where(self.progress.owned(ready.slots, ready.owners))  # growing one may have preempted another
 
     def _growth(self, rows: Rows, width: int) -> dict[int, list[RowGrowth]]:
         """Return the growth of page tables by window group, for a pass that commits up to ``width`` tokens of each

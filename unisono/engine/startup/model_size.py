@@ -138,7 +138,7 @@ def drafter_bytes(config: ResolvedConfig, checkpoint: Checkpoint, model: Decoder
         return 0
     if spec.model is not None:
         return file_bytes(catalog.find_directory(spec.model))
-    return drafting_bytes(checkpoint.path, spec, model, _multiplies_e4m3(hardware))
+    return drafting_bytes(checkpoint.path, spec, model, hardware.multiplies_e4m3)
 
 
 def file_bytes(directory: Path) -> int:
@@ -197,17 +197,13 @@ def fitting_drafts(
     spec = config.speculative
     if not drafter or spec is None or spec.model is not None or "draft_quantization" in spec.options:
         return config, drafter
-    copied = copied_head_bytes("auto", model.lm_head, _multiplies_e4m3(hardware))
+    copied = copied_head_bytes("auto", model.lm_head, hardware.multiplies_e4m3)
     left = left_of(config, weights + drafter - copied, hardware.total_bytes)
     if not copied or copied <= COPY_SHARE * left:
         return config, drafter
     spec = replace(spec, options={**spec.options, "draft_quantization": "none"})
     reason = f"an fp8 copy of the LM head takes {copied >> 20} MiB, and weights leave {left >> 20} MiB"
     return config.decide("draft_quantization", "none", reason, speculative=spec), drafter - copied
-
-
-def _multiplies_e4m3(hardware: Hardware) -> bool:
-    return hardware.capability is not None and hardware.capability >= (8, 9)
 
 
 def _lowered(config: ResolvedConfig, name: str, value: int, reason: str) -> ResolvedConfig:

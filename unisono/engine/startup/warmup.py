@@ -19,7 +19,7 @@ import torch
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 from triton.runtime.jit import KernelInterface
 
-from unisono.engine.startup.buckets import usual_name
+from unisono.engine.startup.capture_candidates import usual_name
 from unisono.engine.startup.compile_processes import CompileProcesses
 from unisono.engine.startup.repeated_layers import skipping_repeated_layers
 from unisono.graphs import Buffers, Features, PassShape, Program

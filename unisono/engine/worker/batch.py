@@ -67,7 +67,7 @@ class BatchBuilder:
         if isinstance(work, Extend):
             return Launched(work, "mixed" if work.decodes else "extend", self._extend(work))
         if isinstance(work, FeaturePass):
-            return Launched(work, "preparation", self._launch(work.ahead.key, dict(work.ahead.batch)))
+            return Launched(work, "preparation", self._launch(work.pre_pass.key, dict(work.pre_pass.batch)))
         if isinstance(work, Verify):
             return Launched(work.round, "verify", self._verify(work.round, work.drafts))
         if work.catching_up and not self._dropped:  # otherwise it has
@@ -141,7 +141,7 @@ class BatchBuilder:
             }
             batch |= {"decode_slots": self._live(work.decodes), **_growth_batch(growth, len(work.decodes))}
             features, fields = self._feature_fields(work.feature_rows, "mixed", len(work.decodes) + len(chunks), total)
-            mixed = runner.mixed_key(total, work.room)
+            mixed = runner.mixed_key(total, work.decode_rows)
             key = replace(mixed, features=mixed.features | features)
         else:
             features, fields = self._feature_fields(work.feature_rows, "extend", len(chunks), total)

@@ -27,7 +27,7 @@ from unisono.drafters.base import DivisibleDrafter, Drafter, DrafterContext, Pau
 from unisono.engine.offload import hold_host_pages, staging_bytes
 from unisono.engine.scheduling.forced_drafts import MAX_VERIFIED, with_forced_drafts
 from unisono.engine.sequence import RoundWidths
-from unisono.engine.startup.buckets import (
+from unisono.engine.startup.capture_candidates import (
     captured_lazily,
     decode_sizes,
     draft_choices,
@@ -68,7 +68,7 @@ from unisono.models.blocks.layer_tails import fuse_tails, rehearse_tails
 from unisono.models.blocks.router_recorder import RouterRecorder
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model, load_tower
-from unisono.models.load.splits import split_decisions
+from unisono.models.load.rank_report import rank_decisions
 from unisono.models.lora.adapters import AdapterLimits, attach_adapters
 from unisono.models.lora.host_adapters import HeldAdapters
 from unisono.models.vision.tower import AnyTower
@@ -134,7 +134,7 @@ class Build:
         self.max_extend_rows = min(MAX_EXTEND_ROWS, config.max_num_seqs)
         self.decode_sizes = decode_sizes(config)
         memory = SleepingMemory(config.device) if config.requested.enable_sleep_mode else None
-        sizes = config.max_num_seqs + 1, self.paths, config.max_model_len, self.widths.reading
+        sizes = config.max_num_seqs + 1, self.paths, config.max_model_len, self.widths.host_drafted
         store = StateStore(*sizes, config.device, None if memory is None else memory.zeros)
         listed = [catalog.features.load(name) for name in catalog.features.listed]
         schema = slot_schema([field for feature in listed for field in feature.slot_fields(c)])
@@ -232,7 +232,7 @@ class Build:
         """Record how the model is divided among ranks."""
         ranks = self._group.ranks
         if ranks.count > 1:
-            for choice in (*split_decisions(model), ("gathers go", *described(ranks.transport))):
+            for choice in (*rank_decisions(model), ("gathers go", *described(ranks.transport))):
                 self.decide(*choice)
         if model.divides_logits:
             value = f"{key_bytes(model.lm_head.outputs)} bytes a row from 17 rows on: the best of each part"
@@ -484,7 +484,7 @@ class Build:
         prefixes.
         """
         config, worker = self.config, self.worker
-        sizes = StateSizes(self.widths.reading, config.max_num_batched_tokens, config.max_model_len)
+        sizes = StateSizes(self.widths.host_drafted, config.max_num_batched_tokens, config.max_model_len)
         windows = {w: WindowPool(w, 1) for w in worker.store.window_groups if w != ALL}
         prompt, after = (sizes.quota(windows, prompt=each) for each in (True, False))
         return {w: 1 + prompt[w] + 2 * config.max_num_seqs * after[w] for w in windows}

@@ -49,7 +49,7 @@ class DeviceState:
         self, pool: PagePool, sizes: StateSizes, send: Callable[..., object], branch_points: BranchPoints = NO_POINTS
     ) -> None:
         self._pool, self._sizes, self._send, self._branch_points = pool, sizes, send, branch_points
-        self._coming: list[Request] = []  # requests whose first snapshot is on its way from host memory
+        self._in_transfer: list[Request] = []  # requests whose first snapshot is on its way from host memory
         self._unsaved: Sequence[Chunk] = ()  # chunks of the last prompt pass; their snapshots are due
 
     def open(self, request: Request) -> Reservation | None:
@@ -63,7 +63,7 @@ class DeviceState:
         # A cached prefix has no outputs; the last token is never cached.
         pages = self._pool.open(request.keys[: request.reusable + 1], quotas)
         if self._pool.snapshots is not None and self._pool.hits and not pages.branch and pages.plan is None:
-            pages.guesses = self._branch_points.of(request.tokens, pages.cached_tokens)
+            pages.branch_points = self._branch_points.of(request.tokens, pages.cached_tokens)
         return pages
 
     def begin(self, request: Request, pages: Reservation) -> None:
@@ -74,8 +74,8 @@ class DeviceState:
             self._write(request, window_group, (window.first, [page for page, _ in window.entries]))
         if self._pool.snapshots is None:
             return
-        if pages.snapshot_coming:
-            self._coming.append(request)
+        if pages.snapshot_in_transfer:
+            self._in_transfer.append(request)
         elif pages.snapshot >= 0:
             self._send(LoadSnapshot(request.slot, pages.snapshot, pages.cached_tokens))
         else:
@@ -85,9 +85,11 @@ class DeviceState:
         """Resume requests whose prefixes have arrived from host memory."""
         if self._pool.offload is None or not self._pool.offload.arrive(self._pool):
             return
-        for request in [one for one in self._coming if one.pages is not None and not one.pages.snapshot_coming]:
+        for request in [
+            one for one in self._in_transfer if one.pages is not None and not one.pages.snapshot_in_transfer
+        ]:
             assert request.pages is not None
-            self._coming.remove(request)
+            self._in_transfer.remove(request)
             self._send(LoadSnapshot(request.slot, request.pages.snapshot, request.pages.cached_tokens))
 
     def finish_transfers(self) -> None:
@@ -133,7 +135,7 @@ class DeviceState:
             if node is None:
                 self._pool.snapshots.give_back(snapshot)
             else:
-                self._pool.snapshots.attach(node, snapshot, guess=position in pages.guesses)
+                self._pool.snapshots.attach(node, snapshot, guess=position in pages.branch_points)
         for window in pages.windows.values():
             window.free_before(chunk.end)
         if chunk.last:
@@ -163,8 +165,8 @@ class DeviceState:
         for _, snapshot in request.snapshots:
             pool.give_back(snapshot)
         request.snapshots.clear()
-        if request in self._coming:
-            self._coming.remove(request)
+        if request in self._in_transfer:
+            self._in_transfer.remove(request)
         ended = request.finish in (FinishReason.STOP, FinishReason.LENGTH)  # on the device, so later passes skip it
         round_start, in_flight = int(progress.round_start[request.slot]), bool(progress.in_flight[request.slot])
         seen = _aligned(max(request.extended, round_start))  # by the recurrent state: a round's drafts do not move it

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from unisono.config import ResolvedConfig
 from unisono.engine.disaggregation.page_bytes import PageBytes, SharedPages
 from unisono.engine.sequence import Extend
-from unisono.engine.startup.buckets import CPU_COST, check_full
+from unisono.engine.startup.capture_candidates import CPU_COST, check_full
 from unisono.engine.startup.start_notes import StartNotes, shape_files
 from unisono.engine.worker.build import Build
 from unisono.engine.worker.commands import Command, FileOutcomes, ResetSlots
@@ -110,10 +110,10 @@ class Runner:
         own = self.worker.page_bytes = PageBytes(self.worker.store)
         return SharedPages(self.worker.store, own, self.send, self.team.pages if self.team is not None else ())
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset slots and counts. No request may hold a slot."""
         self.send(ResetSlots())
-        self.planner.forget()
+        self.planner.reset_counts()
 
     def round_key(self, rows: int, drafts: int) -> GraphKey:
         """Return the key of a round with this number of requests, and of drafts for each or shared by all."""
@@ -131,13 +131,13 @@ class Runner:
         """Return the key of a mixed pass with this number of prompt tokens and this decode capacity."""
         return GraphKey("mixed", PassShape(tokens + decodes, 1 + decodes), self.features)
 
-    def filling(self, tokens: int, decodes: int) -> int:
+    def tokens_filling_graph(self, tokens: int, decodes: int) -> int:
         """Return the prompt tokens, at most ``tokens``, that fill a graph; ``tokens`` if that would leave out many.
 
         decodes: decode capacity of the graph; 0 for prompt passes.
         """
         key = self.mixed_key(tokens, decodes) if decodes else GraphKey("extend", PassShape(tokens), self.features)
-        filled = self.planner.filled(key) - decodes
+        filled = self.planner.full_graph_rows(key) - decodes
         return filled if filled >= FILLED_SHARE * tokens else tokens
 
     @property
@@ -163,7 +163,7 @@ class Runner:
         if self.config.device.type == "cpu":
             return CPU_COST.replay(work.tokens)
         prompts = work.tokens - len(work.decodes)
-        mixed = self.mixed_key(prompts, work.room) if work.decodes else None
+        mixed = self.mixed_key(prompts, work.decode_rows) if work.decodes else None
         return self.planner.launched_ms(mixed or GraphKey("extend", PassShape(prompts), self.features))
 
     def pass_ms(self, key: GraphKey) -> float:

@@ -80,7 +80,7 @@ def _load_pages(which, k_desc, v_desc, k, v, full, free, table_ptr, work_ptr, to
 
 
 @gluon.jit
-def _tile_rows(tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def tile_rows(tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Token, query head and presence of each row of a tile."""
     row = gl.arange(0, ROWS, LAYOUT)
     token = tile + row // GROUP
@@ -88,23 +88,23 @@ def _tile_rows(tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS:
 
 
 @gluon.jit
-def _load_queries(q_ptr, q, tile, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
-                  HALF: gl.constexpr):  # fmt: skip
-    """Store an item's queries in shared memory as two halves [ROWS, HALF], with zeros for absent rows."""
+def load_queries(q_ptr, q, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+                 PIECES: gl.constexpr, PIECE: gl.constexpr):  # fmt: skip
+    """Store the queries of tokens from ``first`` on in shared memory as pieces [ROWS, PIECE], zeros for absent rows."""
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    token, own, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
-    index = (token.to(gl.int64) * HEADS + own) * (2 * HALF)
-    at = q_ptr + index[:, None] + gl.arange(0, HALF, gl.SliceLayout(0, BY_ROW))[None, :]
-    for i in gl.static_range(2):
-        q.index(i).store(gl.load(at + i * HALF, mask=in_use[:, None], other=0.0))
+    token, own, in_use = tile_rows(first, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
+    index = (token.to(gl.int64) * HEADS + own) * (PIECES * PIECE)
+    at = q_ptr + index[:, None] + gl.arange(0, PIECE, gl.SliceLayout(0, BY_ROW))[None, :]
+    for i in gl.static_range(PIECES):
+        q.index(i).store(gl.load(at + i * PIECE, mask=in_use[:, None], other=0.0))
 
 
 @gluon.jit
-def forget_values(step, end, v, place, PIECES: gl.constexpr, FIRST: gl.constexpr, KEYS: gl.constexpr):
-    """Zero PIECES pieces of the values of keys below FIRST and from ``end`` on: stale ones may be NaN."""
+def forget_values(step, end, v, place, PIECES: gl.constexpr, first, KEYS: gl.constexpr):
+    """Zero PIECES pieces of the values of keys below ``first`` and from ``end`` on: stale ones may be NaN."""
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
-    kept = (keys < end) & (keys >= FIRST)
+    kept = (keys < end) & (keys >= first)
     for i in gl.static_range(PIECES):
         held = v.index(place + i).load(BLOCKED)
         v.index(place + i).store(gl.where(kept[:, None], held, gl.zeros_like(held)))
@@ -237,7 +237,7 @@ def _store(outs, q, tile, last, head, position, z, a0, a1, FIRST: gl.constexpr, 
     q.index(1).permute([1, 0]).store(gl.where(sees, a1 * share, 0.0).to(q.dtype))
     block_barrier()
     a0, a1 = q.index(0).load(BY_ROW), q.index(1).load(BY_ROW)
-    token, own, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
+    token, own, in_use = tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
     dims = gl.arange(0, HALF, gl.SliceLayout(0, BY_ROW))
     to = out_ptr + ((token.to(gl.int64) * HEADS + own) * (2 * HALF))[:, None] + dims[None, :]
     there = in_use[:, None] & (dims >= 0)[None, :]
@@ -284,10 +284,10 @@ def _attend_items(q_ptr, q, p, k, v, full, free, positions_ptr, work_ptr, total,
         tile, last = gl.load(entry + 2, cache_modifier=".cg"), gl.load(entry + 3, cache_modifier=".cg")
         partial, counter = gl.load(entry + 6, cache_modifier=".cg"), gl.load(entry + 7, cache_modifier=".cg")
         follow(OVERLAP, True)
-        token, _, in_use = _tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
+        token, _, in_use = tile_rows(tile, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
         position = gl.load(positions_ptr + token, mask=in_use, other=-1)
         part = partial.to(gl.int64) * KV_HEADS + head  # of the workspace; the next split's is KV_HEADS further on
-        _load_queries(q_ptr, q, tile, last, head, HEADS, GROUP, ROWS, HALF)
+        load_queries(q_ptr, q, tile, last, head, HEADS, GROUP, ROWS, 2, HALF)
         fence_async_shared()
         block_barrier()
         m, z, a0, a1 = _nothing(ROWS, HALF, MMA)

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from unisono.kernels.attention.gluon_rounds import forget_values, load_queries, tile_rows
 from unisono.kernels.gemm.fp8_quantize import scale_for, scaled_by
 from unisono.kernels.hopper import block_barrier, order_loads, stage_barriers
 from unisono.kernels.overlap import follow, overlapping
@@ -93,37 +94,6 @@ def _load_pages(which, k_desc, v_desc, kv, full, free, table_ptr, positions_ptr,
 
 
 @gluon.jit
-def _rows_of(first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Token, query head and presence of each row of a part."""
-    row = gl.arange(0, ROWS, LAYOUT)
-    token = first + row // GROUP
-    return token, head * GROUP + row % GROUP, token < last
-
-
-@gluon.jit
-def _load_wide_queries(q_ptr, q, first, last, head, HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
-                       PIECES: gl.constexpr, PIECE: gl.constexpr):  # fmt: skip
-    """Store a part's queries in shared memory as pieces [ROWS, PIECE], with zeros for absent rows."""
-    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    token, own, in_use = _rows_of(first, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
-    index = (token.to(gl.int64) * HEADS + own) * (PIECES * PIECE)
-    at = q_ptr + index[:, None] + gl.arange(0, PIECE, gl.SliceLayout(0, BY_ROW))[None, :]
-    for i in gl.static_range(PIECES):
-        q.index(i).store(gl.load(at + i * PIECE, mask=in_use[:, None], other=0.0))
-
-
-@gluon.jit
-def _forget(step, low, end, kv, stage, KEYS: gl.constexpr, PIECES: gl.constexpr):
-    """Zero the values of keys below ``low`` and from ``end`` on: stale ones may be NaN."""
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    keys = step * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BLOCKED))
-    kept = (keys < end) & (keys >= low)
-    for i in gl.static_range(PIECES):
-        held = kv.index(stage * PIECES + i).load(BLOCKED)
-        kv.index(stage * PIECES + i).store(gl.where(kept[:, None], held, gl.zeros_like(held)))
-
-
-@gluon.jit
 def _empty(ROWS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, MMA: gl.constexpr):
     """State of rows that have seen no key: maxima [ROWS], sums (in equal rows) and pieces of values [PIECE, ROWS]."""
     zeros = gl.zeros([PIECE, ROWS], gl.float32, MMA)
@@ -172,7 +142,7 @@ def _step(step, turn, low, length, position, window, q, p, kv, full, free, ones,
     stage = (turn + 1) % STAGES
     mbarrier.wait(full.index(stage), (turn + 1) // STAGES & 1)
     if ((step + 1) * KEYS > length) | (step * KEYS < low):
-        _forget(step, low, length, kv, stage, KEYS, PIECES)
+        forget_values(step, length, kv, stage * PIECES, PIECES, low, KEYS)
     fence_async_shared()
     block_barrier()
     sums = (warpgroup_mma(ones, p.permute([1, 0]), z * shrink, is_async=True),)
@@ -268,7 +238,7 @@ def _store_wide(outs, q, first, last, head, position, z, values, HEADS: gl.const
     for i in gl.static_range(PIECES):
         q.index(i).permute([1, 0]).store(gl.where(sees, values[i] * share, 0.0).to(q.dtype))
     block_barrier()
-    token, own, in_use = _rows_of(first, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
+    token, own, in_use = tile_rows(first, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(1, BY_ROW))
     dims = gl.arange(0, PIECE, gl.SliceLayout(0, BY_ROW))
     to = out_ptr + ((token.to(gl.int64) * HEADS + own) * (PIECES * PIECE))[:, None] + dims[None, :]
     there = in_use[:, None] & (dims >= 0)[None, :]
@@ -315,10 +285,10 @@ def _attend_items(q_ptr, q, p, kv, full, free, positions_ptr, work_ptr, total, a
         partial, counter = gl.load(entry + 6, cache_modifier=".cg"), gl.load(entry + 7, cache_modifier=".cg")
         skipped = gl.load(work_ptr + counter * 8 + 4, cache_modifier=".cg")  # splits that the plan leaves out
         follow(OVERLAP, True)
-        token, _, in_use = _rows_of(first, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
+        token, _, in_use = tile_rows(first, last, head, HEADS, GROUP, ROWS, gl.SliceLayout(0, MMA))
         position, own = gl.load(positions_ptr + token, mask=in_use, other=-1), part * EACH * GROUP
         row_of = (partial - skipped).to(gl.int64) * (TOKENS * HEADS) + head * GROUP  # of split 0
-        _load_wide_queries(q_ptr, q, first, last, head, HEADS, GROUP, ROWS, PIECES, PIECE)
+        load_queries(q_ptr, q, first, last, head, HEADS, GROUP, ROWS, PIECES, PIECE)
         fence_async_shared()
         block_barrier()
         m, z, values = _empty(ROWS, PIECES, PIECE, MMA)

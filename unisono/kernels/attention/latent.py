@@ -111,12 +111,7 @@ def launch_latent(
     return out
 
 
-@op(
-    cuda=launch_latent,
-    meta=lambda q, cache, table, positions, work, count, arrivals, partials, scale, latent, *_: q.new_empty(
-        q.shape[0], q.shape[1] * latent
-    ),
-)
+@op(cuda=launch_latent, shape=lambda q, latent: (q.shape[0], q.shape[1] * latent))
 def latent_attention_op(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, positions: torch.Tensor, work: torch.Tensor,
     count: torch.Tensor, arrivals: Mutated[torch.Tensor], partials: int, scale: float, latent: int, first: int = 0,

@@ -126,12 +126,11 @@ def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-@op(
-    cuda=launch_rotate_latent,
-    meta=lambda rows, q, norm, eps, cos_sin, positions, slots, cache, heads, *_: q.new_empty(
-        q.shape[0], heads, norm.shape[0] + cos_sin.shape[1]
-    ),
-)
+def _query_shape(q: torch.Tensor, norm: torch.Tensor, cos_sin: torch.Tensor, heads: int) -> tuple[int, int, int]:
+    return q.shape[0], heads, norm.shape[0] + cos_sin.shape[1]
+
+
+@op(cuda=launch_rotate_latent, shape=_query_shape)
 def rotate_latent(
     rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
     positions: torch.Tensor, slot_mapping: torch.Tensor, cache: Mutated[torch.Tensor], heads: int, interleaved: bool,
@@ -270,12 +269,7 @@ def launch_latent_queries(
     return out
 
 
-@op(
-    cuda=launch_latent_queries,
-    meta=lambda rows, q, norm, eps, cos_sin, positions, slots, cache, heads, *_: q.new_empty(
-        q.shape[0], heads, norm.shape[0] + cos_sin.shape[1]
-    ),
-)
+@op(cuda=launch_latent_queries, shape=_query_shape)
 def latent_queries(
     rows: torch.Tensor, q: torch.Tensor, norm: torch.Tensor, eps: float, cos_sin: torch.Tensor,
     positions: torch.Tensor, slot_mapping: torch.Tensor, cache: Mutated[torch.Tensor], heads: int, interleaved: bool,

@@ -19,7 +19,7 @@ from unisono.kernels.library import AotCase
 from unisono.kernels.overlap import follow, overlapped, overlapping
 
 WIDE = 256
-"""Smallest size of heads whose splits are merged apart."""
+"""Smallest size of heads whose splits are merged by a separate kernel."""
 
 MOST_TILES = 66
 """Most tiles × KV heads of such a pass: with more, most tiles are walked whole, and a launch for the others is lost.
@@ -33,7 +33,7 @@ LISTED = 128
 """Items of the work list that are searched together."""
 
 
-def merges_apart(heads: tuple[int, int, int], tiles: int, window: int, first: int, plain: bool) -> bool:
+def merges_separately(heads: tuple[int, int, int], tiles: int, window: int, first: int, plain: bool) -> bool:
     """Return True if a pass whose tiles may be cut merges splits in a kernel of its own; only speed depends on it.
 
     heads: query heads, KV heads, head size. tiles: number of whole tiles. plain: attention without sinks or ``until``.

@@ -26,7 +26,7 @@ import triton
 from unisono.kernels.attention import hopper as attention_hopper
 from unisono.kernels.attention import hopper_rounds as attention_hopper_rounds
 from unisono.kernels.attention.cpu import SPLIT, attention_cpu, attention_plan_cpu
-from unisono.kernels.attention.merge import launch_merge, merges_apart
+from unisono.kernels.attention.merge import launch_merge, merges_separately
 from unisono.kernels.attention.triton_kernels import LOG2_E, attention_kernel, plan_kernel
 from unisono.kernels.cards import HOPPER, shared_memory
 from unisono.kernels.gemm.fp8_quantize import GROUP, empty_quantised, launch_quantize, quantised_cpu
@@ -37,16 +37,8 @@ KEYS = 64
 """Keys per step of a walk. Like SPLIT it is part of the reduction order: one value everywhere."""
 
 
-def _plan_shapes(
-    slots: torch.Tensor,
-    kv_len: torch.Tensor,
-    query_start: torch.Tensor | None,
-    num_tokens: int,
-    tile_tokens: int,
-    num_kv_heads: int,
-    partials: int,
-    programs: int,
-    window: int = 0,
+def _plan_outputs(
+    slots: torch.Tensor, num_tokens: int, tile_tokens: int, num_kv_heads: int, partials: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bound = triton.cdiv(num_tokens, tile_tokens) + slots.shape[0] + 1 + partials
     shapes = (bound, 8), (1,), (bound, tile_tokens, num_kv_heads)
@@ -67,7 +59,7 @@ def launch_attention_plan(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`attention_plan`."""
     rows = slots.shape[0]
-    planned = _plan_shapes(slots, kv_len, query_start, num_tokens, tile_tokens, num_kv_heads, partials, programs)
+    planned = _plan_outputs(slots, num_tokens, tile_tokens, num_kv_heads, partials)
     width = num_tokens // rows if query_start is None else 0
     listed = rows if width else rows + 1
     plan_kernel[(listed,)](
@@ -138,7 +130,7 @@ def _elements(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return pages.flatten(1).view(dtype)
 
 
-def _attended(q: torch.Tensor, *_: object) -> torch.Tensor:
+def _attended(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
@@ -200,17 +192,17 @@ def _launch(
     state = q.new_empty(g.partials, tile_tokens, heads, 2, dtype=torch.float32)
     acc = q.new_empty(g.partials, tile_tokens, heads, head_dim, dtype=torch.float32)
     own = (heads, kv_heads, head_dim), triton.cdiv(tokens, tile_tokens), g.window, g.first
-    options = {"apart": merges_apart(*own, g.sinks is None and g.until is None)} | options
-    apart = bool(options.pop("apart")) and g.partials > 0
+    options = {"separate_merge": merges_separately(*own, g.sinks is None and g.until is None)} | options
+    separate_merge = bool(options.pop("separate_merge")) and g.partials > 0
     plain = g.partials > 0 and g.soft_cap == 0 and g.sinks is None and g.k_scales is None and g.until is None
     if plain and not options and attention_hopper_rounds.serves(q, g.k_cache, tile_tokens, g.window, g.first):
         attention_hopper_rounds.launch_round_attention(
             out, scales, q, g.k_cache, g.v_cache, g.page_table, g.positions, g.work, g.num_items, g.arrivals,
-            (state, acc), g.scale * LOG2_E.value, g.window, g.first, KEYS, merge=not apart,
+            (state, acc), g.scale * LOG2_E.value, g.window, g.first, KEYS, merge=not separate_merge,
         )  # fmt: skip
     else:
-        _launch_walk(out, scales, q, g, (state, acc), options, merge=not apart)
-    if apart:
+        _launch_walk(out, scales, q, g, (state, acc), options, merge=not separate_merge)
+    if separate_merge:
         launch_merge(out, scales, q, g.positions, g.work, g.num_items, state, acc, g.window)
 
 
@@ -240,11 +232,11 @@ def _launch_walk(
     )  # fmt: skip
 
 
-def _quantised_shapes(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantised_shapes(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_quantised(q, q.shape[0], q.shape[1] * q.shape[2], scale_columns(q.shape[2]))
 
 
-attention_plan_op = op(cuda=launch_attention_plan, meta=_plan_shapes)(attention_plan_cpu)
+attention_plan_op = op(cuda=launch_attention_plan, meta=_plan_outputs)(attention_plan_cpu)
 attention_op = op(cuda=launch_attention, meta=_attended)(attention_cpu)
 
 

@@ -88,7 +88,7 @@ def grow_pages(
     page_table[rows[new], columns[new].long()] = pages[new]
 
 
-@op(cuda=launch_group_slot_mapping, meta=lambda page_table, tables, positions, *_: empty_like(positions))
+@op(cuda=launch_group_slot_mapping, meta=lambda positions: empty_like(positions))
 def group_slot_mapping(
     page_table: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
     query_start: torch.Tensor | None, page_size: int,

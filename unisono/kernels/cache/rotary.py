@@ -14,7 +14,7 @@ import triton.language as tl
 
 from unisono.kernels.cache.kv_e4m3 import as_e4m3, exponent_of, largest_bits, quantised
 from unisono.kernels.cache.rotary_cpu import rope_and_cache_cpu
-from unisono.kernels.library import AotCase, Mutated, op
+from unisono.kernels.library import AotCase, op
 from unisono.kernels.norm.rms_norm import rms_norm_formula, rounded_before_weight, square
 from unisono.kernels.overlap import follow, overlapped, overlapping
 
@@ -273,68 +273,11 @@ def _rope_and_cache_formula(
     return _rotated(q, angles)
 
 
-@op(
+rope_and_cache = op(
     cuda=launch_rope_and_cache,
-    shape=lambda qkv, q_norm, k_norm, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, *_: (
-        qkv.shape[0],
-        num_heads,
-        k_cache.shape[3],
-    ),
+    shape=lambda qkv, k_cache, num_heads: (qkv.shape[0], num_heads, k_cache.shape[3]),
     gradient=_rope_and_cache_formula,
-)
-def rope_and_cache(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_cache: Mutated[torch.Tensor],
-    v_cache: Mutated[torch.Tensor],
-    num_heads: int,
-    num_kv_heads: int,
-    k_scales: Mutated[torch.Tensor | None] = None,
-    v_scales: Mutated[torch.Tensor | None] = None,
-    v_norm: bool = False,
-    k_is_v: bool = False,
-) -> torch.Tensor:
-    """Norm and rotate the query and key heads, write keys and values to the cache, return the queries.
-
-    qkv [T, (Hq + 2 Hkv) D]: query, key and value heads of each token, one after the other; or [T, (2 Hq + 2 Hkv) D],
-    where each query head is followed by a gate, which ``sigmoid_gate`` reads; or with ``k_is_v`` [T, (Hq + Hkv) D]:
-    values are the key heads before norm and rotation.
-    q_norm, k_norm [D]: per-head RMSNorm weights (Qwen3); both or neither, of one dtype, as in ``rms_norm``.
-    eps: of all norms. v_norm: norm value heads as well, without a weight (Gemma 4).
-    cos_sin [max_positions, rot_dim] fp32: ``rot_dim / 2`` cosines, then as many sines. The first rot_dim
-    dimensions of a head rotate in the NeoX order (d with d + rot_dim / 2; Su et al., arXiv 2104.09864),
-    in fp32 with one rounding at the end; the others pass unchanged.
-    positions [T] i32: absolute; -1 marks a padding token, which rotates as position 0.
-    slot_mapping [T] i32: flat cache slot, ``page * P + offset``; padding tokens point into page 0.
-    k_cache, v_cache [NP, Hkv, P, D]: contiguous, of qkv's dtype, written in place. Or both of e4m3, with the biased
-    exponents of their rows' scales in k_scales, v_scales [NP, Hkv, P, 1] uint8 (``kv_e4m3.py``); rows are rounded
-    to qkv's dtype before they are quantised. With num_kv_heads 0 (queries of other keys) qkv holds query heads only and
-    nothing is written.
-
-    Returns q [T, Hq, D] in qkv's dtype.
-    """
-    return rope_and_cache_cpu(
-        qkv,
-        q_norm,
-        k_norm,
-        eps,
-        cos_sin,
-        positions,
-        slot_mapping,
-        k_cache,
-        v_cache,
-        num_heads,
-        num_kv_heads,
-        k_scales,
-        v_scales,
-        v_norm,
-        k_is_v,
-    )
+)(rope_and_cache_cpu)
 
 
 def _aot_rope(

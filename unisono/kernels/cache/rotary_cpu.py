@@ -1,4 +1,4 @@
-"""CPU twin of the op in ``kernels/cache/rotary.py``. Query and key heads are normed and rotated together.
+"""CPU implementation of the op in ``kernels/cache/rotary.py``. Query and key heads are normed and rotated together.
 
 Shapes: T tokens, H heads, D head dimension.
 """
@@ -10,6 +10,7 @@ import functools
 import torch
 
 from unisono.kernels.cache.kv_e4m3 import quantised
+from unisono.kernels.library import Mutated
 from unisono.kernels.norm.rms_norm import rms_norm
 
 
@@ -21,16 +22,34 @@ def rope_and_cache_cpu(
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Mutated[torch.Tensor],
+    v_cache: Mutated[torch.Tensor],
     num_heads: int,
     num_kv_heads: int,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    k_scales: Mutated[torch.Tensor | None] = None,
+    v_scales: Mutated[torch.Tensor | None] = None,
     v_norm: bool = False,
     k_is_v: bool = False,
 ) -> torch.Tensor:
-    """See ``rope_and_cache``."""
+    """Norm and rotate the query and key heads, write keys and values to the cache, return the queries.
+
+    qkv [T, (Hq + 2 Hkv) D]: query, key and value heads of each token, one after the other; or [T, (2 Hq + 2 Hkv) D],
+    where each query head is followed by a gate, which ``sigmoid_gate`` reads; or with ``k_is_v`` [T, (Hq + Hkv) D]:
+    values are the key heads before norm and rotation.
+    q_norm, k_norm [D]: per-head RMSNorm weights (Qwen3); both or neither, of one dtype, as in ``rms_norm``.
+    eps: of all norms. v_norm: norm value heads as well, without a weight (Gemma 4).
+    cos_sin [max_positions, rot_dim] fp32: ``rot_dim / 2`` cosines, then as many sines. The first rot_dim
+    dimensions of a head rotate in the NeoX order (d with d + rot_dim / 2; Su et al., arXiv 2104.09864),
+    in fp32 with one rounding at the end; the others pass unchanged.
+    positions [T] i32: absolute; -1 marks a padding token, which rotates as position 0.
+    slot_mapping [T] i32: flat cache slot, ``page * P + offset``; padding tokens point into page 0.
+    k_cache, v_cache [NP, Hkv, P, D]: contiguous, of qkv's dtype, written in place. Or both of e4m3, with the biased
+    exponents of their rows' scales in k_scales, v_scales [NP, Hkv, P, 1] uint8 (``kv_e4m3.py``); rows are rounded
+    to qkv's dtype before they are quantised. With num_kv_heads 0 (queries of other keys) qkv holds query heads only and
+    nothing is written.
+
+    Returns q [T, Hq, D] in qkv's dtype.
+    """
     tokens, dim, both = qkv.shape[0], k_cache.shape[3], num_heads + num_kv_heads
     heads = qkv.reshape(tokens, -1, dim)
     if heads.shape[1] == 2 * both and not k_is_v:  # a gate follows each query head
@@ -46,10 +65,7 @@ def rope_and_cache_cpu(
         if v_norm:
             values = rms_norm.cpu(values, values.new_ones(dim, dtype=torch.float32), eps)
         at = _rows(slot_mapping, num_kv_heads, k_cache.shape[2])
-        for new, cache, scales in (
-            (x[:, num_heads:], k_cache, k_scales),
-            (values, v_cache, v_scales),
-        ):
+        for new, cache, scales in ((x[:, num_heads:], k_cache, k_scales), (values, v_cache, v_scales)):
             if scales is not None:
                 new, exponents = quantised(new)
                 scales.view(-1, 1).index_copy_(0, at, exponents.view(-1, 1))

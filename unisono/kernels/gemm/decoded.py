@@ -16,6 +16,8 @@ import triton.language as tl
 
 from unisono.kernels.gemm.linear import exact_blas, launch_linear
 from unisono.kernels.gemm.tile import Tile
+from unisono.kernels.library import AotCase
+from unisono.kernels.overlap import overlapped
 from unisono.kernels.proofs import ExactKernel
 
 FEW_ROWS = 64
@@ -33,6 +35,12 @@ def decoding_tile(rows: int, dtype: torch.dtype, large: Tile) -> Tile:
     if dtype is torch.float32:
         return Tile(16, 32, 0, 4, 2)
     return next((tile for most, tile in DECODING_TILES.items() if rows <= most), large)
+
+
+def integer_steps(group: int) -> tuple[int, int]:
+    """(inputs of a step, which share a scale; steps per iteration) of :func:`integer_product`."""
+    width = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
+    return width, 256 // width
 
 
 @triton.jit
@@ -91,6 +99,49 @@ def integer_product(x_ptrs, x_ok, w_ptrs, s_ptrs, z_ptrs, K, group,
             acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
             zero, scale = next_zero, next_scale
     return tl.trans(acc)
+
+
+def launch_integer_linear(
+    kernel: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    bias: torch.Tensor | None, residual: torch.Tensor | None, tile: Tile,
+) -> torch.Tensor:  # fmt: skip
+    """Launch a kernel of :func:`integer_product` for x [M, K] and a weight of N outputs: [M, N]."""
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    (rows, k), n, (width, steps) = x.shape, weight.shape[0], integer_steps(group)
+    out = x.new_empty(rows, n)
+    kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
+        x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, WIDTH=width, STEPS=steps, EVEN_K=k % (width * steps) == 0,
+        HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
+    )  # fmt: skip
+    return out
+
+
+def integer_case(
+    kernel: Any, dtype: str, zero_dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool
+) -> AotCase:
+    """AotCase of :func:`launch_integer_linear`. dtype, zero_dtype: of activations and of zeros, by Triton's names."""
+    width, steps = integer_steps(group)
+    tensors = {name: f"*{dtype}" for name in ("x", "bias", "residual", "out")}
+    packed = {"weight": "*u8", "scales": "*fp32", "zeros": f"*{zero_dtype}"}
+    return AotCase(
+        kernel,
+        {**tensors, **packed, **dict.fromkeys(("M", "N", "K", "group"), "i32")},
+        {
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "EVEN_K": even_k,
+            "HAS_ZEROS": zeros, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def decoding_cases(kernel: Any, zero_dtype: str, inputs: int) -> list[AotCase]:
+    """AotCases of a kernel that decodes ``inputs`` inputs of one output per program, without and with zeros."""
+    types = {"weight": "*u8", "scales": "*fp32", "zeros": f"*{zero_dtype}", "out": "*bf16", "K": "i32", "group": "i32"}
+    return [AotCase(kernel, types, {"WIDTH": inputs, "HAS_ZEROS": zeros, "OVERLAP": True}) for zeros in (False, True)]
 
 
 class DecodedProduct(ExactKernel[...]):

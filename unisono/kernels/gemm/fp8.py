@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.config.hardware import E4M3_CAPABILITY
 from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.fp8_gluon import launch_fp8_rows, suits
 from unisono.kernels.gemm.fp8_quantize import GROUP, Quantised, launch_quantize, quantize_cpu, widened_activations
@@ -54,8 +55,8 @@ def _tile(rows: int) -> Tile:
 
 
 def multiplies_e4m3(device: torch.device) -> bool:
-    """Return True if the device is a GPU with e4m3 products: compute capability 8.9 and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Return True if the device is a GPU with e4m3 products."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= E4M3_CAPABILITY
 
 
 @triton.jit
@@ -317,7 +318,12 @@ def fp8_product_cuda(
 
 
 def fp8_linear_cuda(
-    x: Tensor, weight: Tensor, w_scales: Tensor, x_scale: Tensor | None, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     quantised = launch_quantize(x, _group(w_scales), x_scale)
     return fp8_product_cuda(*quantised, len(x), x.dtype, weight, w_scales, bias, residual)
@@ -331,19 +337,7 @@ def widened_weight(weight: Tensor, w_scales: Tensor) -> Tensor:
     return weight.float() * w_scales.repeat_interleave(GROUP, 0)[:n].repeat_interleave(GROUP, 1)[:, :k]
 
 
-@op(cuda=fp8_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
-def fp8_linear_op(
-    x: Tensor,
-    weight: Tensor,
-    w_scales: Tensor,
-    x_scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-) -> Tensor:
-    quantised = quantize_cpu(x, _group(w_scales), x_scale)
-    return fp8_product_op.cpu(*quantised, len(x), x.dtype, weight, w_scales, bias, residual)
-
-
+@op(cuda=fp8_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
@@ -360,13 +354,11 @@ def fp8_linear(
     computed ones; for scales by output. The product is rounded, then the bias is added and rounded, then the residual.
     A row's bits depend on that row, the weight, its bias and its residual only.
     """
-    return fp8_linear_op(x, weight, w_scales, x_scale, bias, residual)
+    quantised = quantize_cpu(x, _group(w_scales), x_scale)
+    return fp8_product_op.cpu(*quantised, len(x), x.dtype, weight, w_scales, bias, residual)
 
 
-@op(
-    cuda=fp8_product_cuda,
-    meta=lambda x8, x_scales, rows, dtype, weight, *_: x8.new_empty(rows, weight.shape[0], dtype=dtype),
-)
+@op(cuda=fp8_product_cuda, meta=lambda x8, rows, dtype, weight: x8.new_empty(rows, weight.shape[0], dtype=dtype))
 def fp8_product_op(
     x8: Tensor, x_scales: Tensor, rows: int, dtype: torch.dtype, weight: Tensor, w_scales: Tensor,
     bias: Tensor | None, residual: Tensor | None, part: int = 0,

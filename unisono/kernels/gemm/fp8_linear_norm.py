@@ -40,10 +40,7 @@ def fp8_linear_norm_cuda(
     return total, *launch_rms_norm_fp8(total, norm_weight, eps, group, keep)
 
 
-def _fp8_linear_norm_meta(
-    x8: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, bias: Tensor | None, residual: Tensor,
-    norm_weight: Tensor, eps: float, group: int | None, keep: bool,
-) -> SumNormed:  # fmt: skip
+def _fp8_linear_norm_meta(residual: Tensor, group: int | None, keep: bool) -> SumNormed:
     return residual.new_empty(residual.shape), *with_fp8_meta(residual, group, keep)
 
 

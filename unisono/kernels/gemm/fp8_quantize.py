@@ -275,7 +275,7 @@ def quantised_cpu(x: torch.Tensor, group: int | None) -> tuple[torch.Tensor, tor
 
 @op(
     cuda=lambda x, group, fixed: launch_quantize(x, group or None, fixed),
-    meta=lambda x, group, fixed: empty_quantised(x, x.shape[0], x.shape[1], group),
+    meta=lambda x, group: empty_quantised(x, x.shape[0], x.shape[1], group),
 )
 def quantize_fp8_op(x: torch.Tensor, group: int, fixed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     return quantised_cpu(x, group) if group == INT8_ROWS else padded_quantize_cpu(x, group or None, fixed)

@@ -29,10 +29,13 @@ from unisono.kernels.gemm.decoded import (
     FEW_ROWS,
     DecodedProduct,
     FewRowsProduct,
+    decoding_cases,
     decoding_tile,
+    integer_case,
     integer_product,
+    launch_integer_linear,
 )
-from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.linear import linear, linear_cuda, residual_tile, store_sums
 from unisono.kernels.gemm.packed_gluon import launch_packed_rows, suits
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
@@ -44,12 +47,6 @@ MIDDLE = 8
 
 _LARGE = Tile(128, 64, 0, 4, 2)
 """At least 64 outputs, for wgmma; two stages fit into 99 KiB of shared memory."""
-
-
-def int4_steps(group: int) -> tuple[int, int]:
-    """(inputs of a step, which share a scale; steps per iteration)."""
-    width = 128 if group % 128 == 0 else 64 if group % 64 == 0 else 32
-    return width, 256 // width
 
 
 @triton.jit
@@ -103,18 +100,8 @@ def launch_int4_linear(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Launch the Triton product of packed weights at any M. tile: overrides the blocking (speed only)."""
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    (rows, k), n = x.shape, weight.shape[0]
-    tile, (width, steps) = tile or decoding_tile(rows, x.dtype, _LARGE), int4_steps(group)
-    out = x.new_empty(rows, n)
-    _int4_linear_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
-        x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, WIDTH=width, STEPS=steps, EVEN_K=k % (width * steps) == 0,
-        HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
-    )  # fmt: skip
-    return out
+    tile = tile or decoding_tile(x.shape[0], x.dtype, _LARGE)
+    return launch_integer_linear(_int4_linear_kernel, x, weight, scales, zeros, group, bias, residual, tile)
 
 
 def launch_unpack(
@@ -178,8 +165,8 @@ def int4_linear_cuda(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     group: int,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, key = x.shape[0], (weight.shape[0], x.shape[1], group, x.dtype)
     if rows > FEW_ROWS and exact_unpacked.serves(key):
@@ -189,19 +176,7 @@ def int4_linear_cuda(
     return launch(x, weight, scales, zeros, group, bias, residual)
 
 
-@op(cuda=int4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
-def int4_linear_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    return linear_op.cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
-
-
+@op(cuda=int4_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def int4_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -218,23 +193,11 @@ def int4_linear(
     the product is rounded, then the bias is added and rounded, then the residual. A row's bits depend on that row, the
     weight, its bias and its residual only.
     """
-    return int4_linear_op(x, weight, scales, zeros, group, bias, residual)
+    return linear.cpu(x, unpack_cpu(weight, scales, zeros, group, x.dtype), bias, residual)
 
 
 def _aot_int4(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:
-    width, steps = int4_steps(group)
-    tensors = {name: f"*{dtype}" for name in ("x", "bias", "residual", "out")}
-    packed = {"weight": "*u8", "scales": "*fp32", "zeros": "*i8"}
-    return AotCase(
-        _int4_linear_kernel,
-        {**tensors, **packed, **dict.fromkeys(("M", "N", "K", "group"), "i32")},
-        {
-            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "EVEN_K": even_k,
-            "HAS_ZEROS": zeros, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True,
-        },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )  # fmt: skip
+    return integer_case(_int4_linear_kernel, dtype, "i8", tile, group, zeros, even_k, bias)
 
 
 AOT: list[AotCase] = [
@@ -245,12 +208,5 @@ AOT: list[AotCase] = [
     ),
     *(_aot_int4("fp16", DECODING_TILES[16], group, True, False, True) for group in (32, 64, 128)),
     _aot_int4("fp32", decoding_tile(1, torch.float32, _LARGE), 128, True, True, True),
-    *(
-        AotCase(
-            _unpack_kernel,
-            {"weight": "*u8", "scales": "*fp32", "zeros": "*i8", "out": "*bf16", "K": "i32", "group": "i32"},
-            {"WIDTH": 2048, "HAS_ZEROS": zeros, "OVERLAP": True},
-        )
-        for zeros in (False, True)
-    ),
+    *decoding_cases(_unpack_kernel, "i8", 2048),
 ]

@@ -125,9 +125,7 @@ def launch_quantize_int8(
     return x8, scales, shifts
 
 
-def _quantize_meta(
-    x: torch.Tensor, fixed: torch.Tensor | None, shifted: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantize_meta(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         torch.empty_like(x, dtype=torch.int8),
         x.new_empty(len(x), dtype=torch.float32),
@@ -207,11 +205,7 @@ def _linear_cuda(x8, scales, shifts, weight, weight_scales, sums, like, bias, re
     return launch_int8_linear(x8, scales, shifts, weight, weight_scales, sums, like, bias, residual)
 
 
-def _linear_meta(x8, scales, shifts, weight, weight_scales, sums, like, bias, residual):
-    return like.new_empty(like.shape[0], weight.shape[0])
-
-
-@op(cuda=_linear_cuda, meta=_linear_meta)
+@op(cuda=_linear_cuda, meta=lambda weight, like: like.new_empty(like.shape[0], weight.shape[0]))
 def int8_linear_op(
     x8: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor | None, weight: torch.Tensor,
     weight_scales: torch.Tensor, sums: torch.Tensor | None, like: torch.Tensor, bias: torch.Tensor | None,

@@ -17,9 +17,17 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.cards import HOPPER, shared_memory
-from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, decoding_tile, integer_product
-from unisono.kernels.gemm.int4 import int4_steps
-from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.decoded import (
+    DECODING_TILES,
+    FEW_ROWS,
+    DecodedProduct,
+    decoding_cases,
+    decoding_tile,
+    integer_case,
+    integer_product,
+    launch_integer_linear,
+)
+from unisono.kernels.gemm.linear import linear, linear_cuda, residual_tile, store_sums
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import AotCase, op
 from unisono.kernels.overlap import follow, overlapped
@@ -86,19 +94,8 @@ def launch_int8_weight_linear(
     bias: torch.Tensor | None, residual: torch.Tensor | None, tile: Tile | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Launch the Triton product of 8-bit weights at any M. tile: overrides the blocking (speed only)."""
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    (rows, k), n = x.shape, weight.shape[0]
-    tile = tile or int8_weight_tile(rows, x.dtype, shared_memory(x.device))
-    width, steps = int4_steps(group)
-    out = x.new_empty(rows, n)
-    _int8_weight_kernel[(triton.cdiv(rows, tile.m), triton.cdiv(n, tile.n))](
-        x, weight, scales, zeros, bias, residual, out, rows, n, k, group,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, WIDTH=width, STEPS=steps, EVEN_K=k % (width * steps) == 0,
-        HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **overlapped(x.device),
-    )  # fmt: skip
-    return out
+    tile = tile or int8_weight_tile(x.shape[0], x.dtype, shared_memory(x.device))
+    return launch_integer_linear(_int8_weight_kernel, x, weight, scales, zeros, group, bias, residual, tile)
 
 
 def launch_int8_decode(
@@ -135,52 +132,28 @@ prove_int8_weight, rehearse_int8_weight = exact_int8.prove, exact_int8.rehearse
 
 def int8_weight_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
-    bias: torch.Tensor | None, residual: torch.Tensor | None,
+    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     if x.shape[0] > FEW_ROWS and exact_int8.serves((*weight.shape, group, x.dtype)):
         return linear_cuda(x, launch_int8_decode(weight, scales, zeros, group, x.dtype), bias, residual)
     return launch_int8_weight_linear(x, weight, scales, zeros, group, bias, residual)
 
 
-@op(cuda=int8_weight_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
-def int8_weight_linear_op(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
-    bias: torch.Tensor | None, residual: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    return linear_op.cpu(x, int8_decode(weight, scales, zeros, group, x.dtype), bias, residual)
-
-
+@op(cuda=int8_weight_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def int8_weight_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``x [M, K] @ ((weight - zeros) * scales)^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
 
     weight uint8 [N, K]; scales fp32 and zeros int16 [N, G], one for each output and ``group`` inputs, a multiple of 32
     or at least K; without zeros 128 is subtracted. Roundings are those of ``int4_linear``.
     """
-    return int8_weight_linear_op(x, weight, scales, zeros, group, bias, residual)
+    return linear.cpu(x, int8_decode(weight, scales, zeros, group, x.dtype), bias, residual)
 
 
 def _aot(dtype: str, tile: Tile, group: int, zeros: bool, even_k: bool, bias: bool) -> AotCase:
-    width, steps = int4_steps(group)
-    tensors = {name: f"*{dtype}" for name in ("x", "bias", "residual", "out")}
-    packed = {"weight": "*u8", "scales": "*fp32", "zeros": "*i16"}
-    return AotCase(
-        _int8_weight_kernel,
-        {**tensors, **packed, **dict.fromkeys(("M", "N", "K", "group"), "i32")},
-        {
-            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "EVEN_K": even_k,
-            "HAS_ZEROS": zeros, "HAS_BIAS": bias, "HAS_RESIDUAL": True, "OVERLAP": True,
-        },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )  # fmt: skip
+    return integer_case(_int8_weight_kernel, dtype, "i16", tile, group, zeros, even_k, bias)
 
 
 def aot(shared: int) -> list[AotCase]:
@@ -190,14 +163,7 @@ def aot(shared: int) -> list[AotCase]:
         *(_aot("bf16", tile, 128, has, True, False) for tile in tiles for has in (False, True)),
         _aot("fp16", int8_weight_tile(16, torch.float16, shared), 32, True, False, True),
         _aot("fp32", int8_weight_tile(1, torch.float32, shared), 128, True, True, True),
-        *(
-            AotCase(
-                _int8_decode_kernel,
-                {"weight": "*u8", "scales": "*fp32", "zeros": "*i16", "out": "*bf16", "K": "i32", "group": "i32"},
-                {"WIDTH": DECODED, "HAS_ZEROS": zeros, "OVERLAP": True},
-            )
-            for zeros in (False, True)
-        ),
+        *decoding_cases(_int8_decode_kernel, "i16", DECODED),
     ]
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from unisono.kernels.gemm.cpu import LEAST_ROWS
 from unisono.kernels.gemm.layer_tail_gluon import EACH, MOST_ROWS, REGISTERS, STEP, WARPS, WIDE, layer_tail_kernel
-from unisono.kernels.gemm.linear import launch_linear, linear_op
+from unisono.kernels.gemm.linear import launch_linear, linear
 from unisono.kernels.gemm.persistent import LINE, box_of, counters, processors, tile_of
 from unisono.kernels.hopper import box_type, boxes
 from unisono.kernels.library import AotCase, empty_like, ints, op
@@ -173,11 +173,11 @@ def layer_tail_cpu(x: torch.Tensor, residual: torch.Tensor, t: LayerTailWeights)
         x, residual = (torch.nn.functional.pad(each, (0, 0, 0, LEAST_ROWS - rows)) for each in (x, residual))
         out, normed, product = layer_tail_cpu(x, residual, t)
         return out[:rows], normed[:rows], product[:rows]
-    total, nothing = linear_op.cpu(x, t.o, None, residual), x.new_empty(0)
-    act = silu_mul.cpu(linear_op.cpu(rms_norm.cpu(total, t.o_norm, t.eps), t.gate_up, None, None))
-    out = linear_op.cpu(act, t.down, None, total)
+    total, nothing = linear.cpu(x, t.o, None, residual), x.new_empty(0)
+    act = silu_mul.cpu(linear.cpu(rms_norm.cpu(total, t.o_norm, t.eps), t.gate_up, None, None))
+    out = linear.cpu(act, t.down, None, total)
     normed = nothing if t.next_norm is None else rms_norm.cpu(out, t.next_norm, t.next_eps)
-    return out, normed, nothing if t.following is None else linear_op.cpu(normed, t.following, t.bias, None)
+    return out, normed, nothing if t.following is None else linear.cpu(normed, t.following, t.bias, None)
 
 
 def _apart(x: torch.Tensor, residual: torch.Tensor, t: LayerTailWeights) -> Made:
@@ -198,7 +198,7 @@ def empty(residual: torch.Tensor, t: LayerTailWeights) -> Made:
 
 @op(
     cuda=lambda x, residual, *weights: launch_layer_tail(x, residual, LayerTailWeights.of(*weights)),
-    meta=lambda x, residual, *weights: empty(residual, LayerTailWeights.of(*weights)),
+    meta=lambda residual, products, norms, eps, bias: empty(residual, LayerTailWeights.of(products, norms, eps, bias)),
 )
 def layer_tail_op(
     x: torch.Tensor, residual: torch.Tensor, products: list[torch.Tensor], norms: list[torch.Tensor], eps: list[float],

@@ -267,7 +267,7 @@ def runs_on_blas(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def linear_cuda(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     if runs_on_blas(x, weight):
         return blas_linear(x, weight, bias, residual)
@@ -275,28 +275,16 @@ def linear_cuda(
 
 
 def linear_formula(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute :func:`linear` with a gradient; under autocast dtypes may differ."""
     y = torch.nn.functional.linear(x, weight, bias)
     return y if residual is None else y + residual
 
 
-@op(cuda=linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]), gradient=linear_formula)
-def linear_op(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
-    y = row_exact_product(x, weight)
-    if bias is not None:
-        y = y + bias
-    return y if residual is None else y + residual
-
-
+@op(cuda=linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]), gradient=linear_formula)
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute ``x [M, K] @ weight [N, K]^T (+ bias [N]) (+ residual [M, N])``: [M, N], in the inputs' one dtype.
 
@@ -304,7 +292,10 @@ def linear(
     then the bias is added and rounded, then the residual. A row's bits depend on that row, the weight,
     its bias and its residual only.
     """
-    return linear_op(x, weight, bias, residual)
+    y = row_exact_product(x, weight)
+    if bias is not None:
+        y = y + bias
+    return y if residual is None else y + residual
 
 
 def _aot_linear(shared: int, dtype: str, rows: int, n: int, even_k: bool, bias: bool, residual: bool) -> AotCase:

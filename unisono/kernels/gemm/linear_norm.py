@@ -15,8 +15,8 @@ import torch
 from unisono.kernels.gemm.linear import (
     blas_linear,
     launch_linear,
+    linear,
     linear_formula,
-    linear_op,
     runs_on_blas,
 )
 from unisono.kernels.library import op
@@ -58,12 +58,10 @@ def _in_turn(product: Callable[..., torch.Tensor], norm: Callable[..., torch.Ten
     return both
 
 
-linear_norm_cpu = _in_turn(linear_op.cpu, rms_norm.cpu)
+linear_norm_cpu = _in_turn(linear.cpu, rms_norm.cpu)
 
 
-def _linear_norm_meta(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *_: object
-) -> Both:
+def _linear_norm_meta(residual: torch.Tensor) -> Both:
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 

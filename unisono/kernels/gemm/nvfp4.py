@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.gemm.decoded import DECODING_TILES, FEW_ROWS, DecodedProduct, FewRowsProduct, decoding_tile
-from unisono.kernels.gemm.linear import linear_cuda, linear_op, residual_tile, store_sums
+from unisono.kernels.gemm.linear import linear, linear_cuda, residual_tile, store_sums
 from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
 from unisono.kernels.gemm.packed_gluon import launch_packed_rows, suits
 from unisono.kernels.gemm.tile import Tile
@@ -232,7 +232,7 @@ def rehearse_nvfp4(*weight: Any) -> None:
 
 def nvfp4_linear_cuda(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor,
-    bias: torch.Tensor | None, residual: torch.Tensor | None,
+    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     rows, key = x.shape[0], (weight.shape[0], x.shape[1], x.dtype)
     if rows > FEW_ROWS and exact_nvfp4.serves(key):
@@ -242,29 +242,18 @@ def nvfp4_linear_cuda(
     return launch(x, weight, scales, multipliers, bias, residual)
 
 
-@op(cuda=nvfp4_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
-def nvfp4_linear_op(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor,
-    bias: torch.Tensor | None, residual: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    return linear_op.cpu(x, nvfp4_decode(weight, scales, multipliers, x.dtype), bias, residual)
-
-
+@op(cuda=nvfp4_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def nvfp4_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    multipliers: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor,
+    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``x [M, K] @ weight^T (+ bias [N]) (+ residual [M, N])``: [M, N] in x's dtype.
 
     weight uint8 [N, K / 2], scales uint8 [N, K / 16] and multipliers fp32 [N], decoded as the module says; K is a
     multiple of 16. The product is rounded, then the bias is added and rounded, then the residual. A row's bits depend
     on that row, the weight, its bias and its residual only.
     """
-    return nvfp4_linear_op(x, weight, scales, multipliers, bias, residual)
+    return linear.cpu(x, nvfp4_decode(weight, scales, multipliers, x.dtype), bias, residual)
 
 
 def _aot(dtype: str, tile: Tile, even_k: bool, bias: bool) -> AotCase:

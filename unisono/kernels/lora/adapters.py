@@ -361,8 +361,7 @@ def _summed(h: torch.Tensor) -> torch.Tensor:
 # ---- ops --------------------------------------------------------------------------------------------
 
 
-def _shrink_meta(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int,
-                 rank: int) -> torch.Tensor:  # fmt: skip
+def _shrink_meta(x: torch.Tensor, a: torch.Tensor, rank: int) -> torch.Tensor:
     if _sums_first(x.shape[0], rank):
         return x.new_empty(1, x.shape[0], a.shape[1])
     return x.new_empty(-(-x.shape[1] // SPLIT), x.shape[0], a.shape[1], dtype=torch.float32)
@@ -397,7 +396,7 @@ def adapter_expand_op(
             done += outputs
 
 
-@op(cuda=silu_cuda, shape=lambda y, *_: (y.shape[0], y.shape[1] // 2))
+@op(cuda=silu_cuda, shape=lambda y: (y.shape[0], y.shape[1] // 2))
 def adapter_silu_op(
     y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, tile: int
 ) -> torch.Tensor:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.cards import HOPPER, shared_memory
-from unisono.kernels.gemm.linear import ROW_TILES, linear, linear_op, linear_tile, tile_product
+from unisono.kernels.gemm.linear import ROW_TILES, linear, linear_tile, tile_product
 from unisono.kernels.gemm.tile import Tile
 from unisono.kernels.library import DTYPES, AotCase, Mutated, ints, op
 from unisono.kernels.lora.adapters import (
@@ -231,12 +231,12 @@ def adapted_linear_cuda(
     return out
 
 
-@op(cuda=adapted_linear_cuda, shape=lambda x, weight, *_: (x.shape[0], weight.shape[0]))
+@op(cuda=adapted_linear_cuda, shape=lambda x, weight: (x.shape[0], weight.shape[0]))
 def adapted_linear_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor,
     projections: Sequence[int], ids: torch.Tensor, arrived: Mutated[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    y = linear_op.cpu(x, weight, bias, None)
+    y = linear.cpu(x, weight, bias, None)
     order, tiles = sort_pairs_op.cpu(ids, len(a) + 1, 16)
     adapter_expand_op.cpu(
         y, adapter_shrink_op.cpu(x, a, order, tiles, 16, b.shape[2]), b, projections, order, tiles, 16

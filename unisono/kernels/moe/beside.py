@@ -96,10 +96,7 @@ def launch_beside_norms(
     x, residual = x.contiguous(), residual.contiguous()
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    made = _norms_meta(
-        x, residual, after, after_eps, dense_weight, sparse_weight, router_weight, eps, dense_group, dense_keep,
-        sparse_group, sparse_keep,
-    )  # fmt: skip
+    made = _norms_meta(x, dense_group, dense_keep, sparse_group, sparse_keep)
     padded = rows if dense_group is None and sparse_group is None else padded_rows(rows)
     _beside_norms_kernel[(padded,)](
         x, residual, after, dense_weight, sparse_weight, router_weight, *made, after_eps, eps, width, rows, padded,
@@ -110,10 +107,8 @@ def launch_beside_norms(
 
 
 def _norms_meta(
-    x: torch.Tensor, residual: torch.Tensor, after: torch.Tensor, after_eps: float, dense_weight: torch.Tensor,
-    sparse_weight: torch.Tensor, router_weight: torch.Tensor, eps: float, dense_group: int | None = None,
-    dense_keep: bool = True, sparse_group: int | None = None, sparse_keep: bool = True,
-) -> BesideNormed:  # fmt: skip
+    x: torch.Tensor, dense_group: int | None, dense_keep: bool, sparse_group: int | None, sparse_keep: bool
+) -> BesideNormed:
     both = *with_fp8_meta(x, dense_group, dense_keep), *with_fp8_meta(x, sparse_group, sparse_keep)
     return BesideNormed(empty_like(x), *both, empty_like(x))
 
@@ -212,11 +207,7 @@ def launch_beside_sum(
     return total, out, x8, scales
 
 
-def _sum_meta(
-    y: torch.Tensor, weights: torch.Tensor, dense: torch.Tensor, residual: torch.Tensor, dense_after: torch.Tensor,
-    sparse_after: torch.Tensor, eps: float, after: torch.Tensor, after_eps: float, factor: torch.Tensor | None,
-    weight: torch.Tensor | None, norm_eps: float, group: int | None = None, keep: bool = True,
-) -> SumNormed:  # fmt: skip
+def _sum_meta(residual: torch.Tensor, weight: torch.Tensor | None, group: int | None, keep: bool) -> SumNormed:
     return empty_like(residual), *with_fp8_meta(residual, group, keep and weight is not None)
 
 

@@ -100,7 +100,7 @@ def launch_combine(
     y, residual = y.contiguous(), residual.contiguous()
     shared = None if shared is None else shared.contiguous()
     (rows, top_k), hidden = weights.shape, residual.shape[1]
-    total, normed, x8, scales = _combine_meta(y, weights, shared, gates, residual, norm_weight, eps, group, keep)
+    total, normed, x8, scales = _combine_meta(residual, norm_weight, group, keep)
     block = triton.next_power_of_2(hidden)
     quantised, sizes = ((None,) * 2,) * 2 if group is None else ((x8, scales), (rows, len(x8)))
     _combine_kernel[(rows if group is None else len(x8),)](
@@ -111,17 +111,7 @@ def launch_combine(
     return total, normed, x8, scales
 
 
-def _combine_meta(
-    y: torch.Tensor,
-    weights: torch.Tensor,
-    shared: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    group: int | None = None,
-    keep: bool = True,
-) -> Combined:
+def _combine_meta(residual: torch.Tensor, norm_weight: torch.Tensor | None, group: int | None, keep: bool) -> Combined:
     return residual.new_empty(residual.shape), *with_fp8_meta(residual, group, keep and norm_weight is not None)
 
 

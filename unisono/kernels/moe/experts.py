@@ -47,6 +47,9 @@ from unisono.kernels.norm.activation import (
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
 
+GATE_UP, UP, DOWN = "gate_up", "up", "down"
+"""Products of a stack: gate and up combined, ReLU² of up, and down."""
+
 Step = tuple[int, int, int, int]
 """(n, k, warps, stages) of a tile."""
 
@@ -87,20 +90,21 @@ def expert_tiles(pairs: int, experts: int, dtype: torch.dtype, shared: int = HOP
     return ExpertTiles(fitting(up, 2 * up.n), fitting(down, down.n))
 
 
-def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = True) -> int:
+def expert_tile(pairs: int, experts: int, weight: torch.Tensor, plain: bool = True, gated: bool = True) -> int:
     """Rows of a tile in both products of a pass with this number of pairs.
 
-    weight: the stack of gate and up, or of up. plain: no biases, and the gate is SiLU if there is one.
+    weight: the stack of gate and up, or of up if not ``gated``. plain: no biases, and the gate is SiLU if there is one.
     """
-    if plain and pairs >= experts_gluon.FEWEST * experts and exact_experts.serves((weight.shape, weight.dtype)):
+    key = _key(weight, GATE_UP if gated else UP)
+    if plain and pairs >= experts_gluon.FEWEST * experts and exact_experts.serves(key):
         return experts_gluon.TILE_PAIRS
     return expert_tiles(pairs, experts, weight.dtype).rows
 
 
-def _is_fast(weight: torch.Tensor, plan: ExpertPlan, bias: torch.Tensor | None, gate: ExpertGate) -> bool:
-    """Return True if the kernel of ``gluon.py`` computes this product."""
-    fits = plan.tile == experts_gluon.TILE_PAIRS and plan.tiles is not None and bias is None and gate == SILU
-    return fits and exact_experts.serves((weight.shape, weight.dtype)) and experts_gluon.suits(weight)
+def _is_fast(weight: torch.Tensor, product: str, plan: ExpertPlan, plain: bool = True) -> bool:
+    """Return True if the kernel of ``gluon.py`` computes this product. plain: see :func:`expert_tile`."""
+    fits = plan.tile == experts_gluon.TILE_PAIRS and plan.tiles is not None and plain
+    return fits and exact_experts.serves(_key(weight, product)) and experts_gluon.suits(weight)
 
 
 @triton.jit
@@ -249,7 +253,7 @@ def pairs_by_expert(ids: torch.Tensor, experts: int, stack: int) -> Iterator[tup
 
 
 def gate_up_rows(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, *_: object, dtype: torch.dtype | None = None
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Allocate rows h [P (+ M), I] for the product of x and gate_up's weight [E (+ 1), 2 I, …]. dtype: None: that of
     x.
@@ -257,14 +261,12 @@ def gate_up_rows(
     return x.new_empty(ids.numel() + (weight.shape[0] - experts) * ids.shape[0], weight.shape[1] // 2, dtype=dtype)
 
 
-def down_rows(h: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+def down_rows(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Allocate rows y [P (+ M), H] for the product of h and down's weight [E (+ 1), H, …], in h's dtype."""
     return h.new_empty(h.shape[0], weight.shape[1])
 
 
-def up_rows(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *_: object, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def up_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Allocate rows h [P, I] for the product of x and up's weight [E, I, …]. dtype: None: that of x."""
     return x.new_empty(ids.numel(), weight.shape[1], dtype=dtype)
 
@@ -305,22 +307,27 @@ def down_cpu(
 
 def _gate_up_cuda(x, weight, ids, experts, tile, order, tiles, bias, alpha, limit, gelu=False):
     plan, gate = ExpertPlan(ids, experts, tile, order, tiles), ExpertGate(alpha, limit, gelu)
-    if _is_fast(weight, plan, bias, gate):
+    if _is_fast(weight, GATE_UP, plan, bias is None and gate == SILU):
         return experts_gluon.launch_expert_rows(x, weight, plan, gated=True)
     return launch_gate_up(x, weight, plan, None, bias, gate)
 
 
 def _down_cuda(h, weight, ids, experts, tile, order, tiles, bias):
     plan = ExpertPlan(ids, experts, tile, order, tiles)
-    if _is_fast(weight, plan, bias, SILU):
+    if _is_fast(weight, DOWN, plan, bias is None):
         return experts_gluon.launch_expert_rows(h, weight, plan, gated=False)
     return launch_down(h, weight, plan, None, bias)
+
+
+def _key(weight: torch.Tensor, product: str) -> Hashable:
+    """Key of a stack's product in :data:`exact_experts`: GATE_UP, UP or DOWN."""
+    return weight.shape, weight.dtype, product
 
 
 def _stack_keys(
     gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int, gated: bool = True
 ) -> tuple[Hashable, ...]:
-    return (gate_up.shape, gate_up.dtype), (down.shape, down.dtype)
+    return _key(gate_up, GATE_UP if gated else UP), _key(down, DOWN)
 
 
 def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: int, gated: bool = True) -> bool:
@@ -345,7 +352,7 @@ def _same_bits(gate_up: torch.Tensor, down: torch.Tensor, experts: int, top_k: i
 
 
 exact_experts = ExactKernel("experts of prompts", _stack_keys, _same_bits)
-"""The kernel of ``gluon.py`` for prompts, against the kernels here, by stacks."""
+"""The kernel of ``gluon.py`` for prompts, against the kernels here, by stacks and products."""
 
 
 class Products(NamedTuple):
@@ -389,10 +396,10 @@ def expert_gate_up_op(
 
 @op(cuda=_down_cuda, meta=down_rows)
 def expert_down_op(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
+    h: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None,
     tiles: torch.Tensor | None, bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    return down_cpu(down_rows(x, weight), x, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
+    return down_cpu(down_rows(h, weight), h, functools.partial(slice_of, weight), ids, experts, len(weight), bias)
 
 
 def expert_gate_up(
@@ -419,7 +426,7 @@ def expert_down(
 
 def _up_cuda(x, weight, ids, experts, tile, order, tiles):
     plan = ExpertPlan(ids, experts, tile, order, tiles)
-    if _is_fast(weight, plan, None, SILU):
+    if _is_fast(weight, UP, plan):
         return experts_gluon.launch_expert_rows(x, weight, plan, gated=False, up=True)
     return launch_down(x, weight, plan, up=True)
 

@@ -289,21 +289,21 @@ def _up_cuda(x8, x_scales, dtype, weight, w_scales, ids, experts, tile, order, t
     return launch_fp8_down(x, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles), up=True)
 
 
-def _up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
-    return up_rows(x8, weight, *plan, dtype=dtype)
+def _up_meta(x8, dtype, weight, ids):
+    return up_rows(x8, weight, ids, dtype)
 
 
-def _gate_up_meta(x8, x_scales, dtype, weight, w_scales, *plan):
-    return gate_up_rows(x8, weight, *plan, dtype=dtype)
+def _gate_up_meta(x8, dtype, weight, ids, experts):
+    return gate_up_rows(x8, weight, ids, experts, dtype)
 
 
-def _gate_up_fp8_meta(*args):
-    h = _gate_up_meta(*args)
+def _gate_up_fp8_meta(x8, dtype, weight, ids, experts):
+    h = _gate_up_meta(x8, dtype, weight, ids, experts)
     return empty_quantised(h, h.shape[0], h.shape[1], GROUP)
 
 
-def _down_meta(h8, h_scales, dtype, weight, w_scales, ids, experts, *plan):
-    return h8.new_empty(experts_gluon.result_rows(weight, ExpertPlan(ids, experts, 0)), weight.shape[1], dtype=dtype)
+def _down_meta(x8, dtype, weight, ids, experts):
+    return x8.new_empty(experts_gluon.result_rows(weight, ExpertPlan(ids, experts, 0)), weight.shape[1], dtype=dtype)
 
 
 @op(cuda=_gate_up_cuda, meta=_gate_up_meta)
@@ -316,7 +316,7 @@ def expert_fp8_gate_up_op(
         halves = zip(weight[expert].chunk(2), w_scales[expert].chunk(2), strict=True)
         return torch.cat([widened_weight(half, scales) for half, scales in halves])
 
-    h = _gate_up_meta(x8, x_scales, dtype, weight, w_scales, ids, experts)
+    h = _gate_up_meta(x8, dtype, weight, ids, experts)
     return gate_up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts, len(weight), gelu=gelu)
 
 
@@ -335,7 +335,7 @@ def expert_fp8_down_op(
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     widened = lambda expert: widened_weight(weight[expert], w_scales[expert])  # noqa: E731
-    y = _down_meta(x8, x_scales, dtype, weight, w_scales, ids, experts)
+    y = _down_meta(x8, dtype, weight, ids, experts)
     return down_cpu(y, widened_activations(x8, x_scales), widened, ids, experts, len(weight))
 
 
@@ -345,7 +345,7 @@ def expert_fp8_up_op(
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     widened = lambda expert: widened_weight(weight[expert], w_scales[expert])  # noqa: E731
-    h = _up_meta(x8, x_scales, dtype, weight, w_scales, ids)
+    h = _up_meta(x8, dtype, weight, ids)
     return up_cpu(h, widened_activations(x8, x_scales), widened, ids, experts)
 
 

@@ -259,7 +259,7 @@ def _scaled_sums(x_scales, w_scales, order, rows, weights, full, free, before, p
 
 
 @gluon.jit
-def _relu_squared(y):
+def relu_squared(y):
     """Square what is above 0, rounded to y's dtype: ``activation.relu_squared_product``."""
     value = y.to(gl.float32)
     value = gl.where(value < 0, 0.0, value)
@@ -306,7 +306,7 @@ def _multiply(group: gl.constexpr, x_scales, w_scales, out, out8, out_scales, or
                     _store(out, y, pair, r < n, item % PARTS * COLUMNS, N, layout)
             else:
                 if UP:
-                    left, right = _relu_squared(left), _relu_squared(right)
+                    left, right = relu_squared(left), relu_squared(right)
                 _store(out, left, pair, r < n, item % PARTS * (2 * COLUMNS), N, layout)
                 _store(out, right, pair, r < n, item % PARTS * (2 * COLUMNS) + COLUMNS, N, layout)
         if n > 0:

@@ -161,11 +161,11 @@ def _down_cuda(h8, scales, dtype, weight, w_scales, ids, experts, tile, order, t
     return _launch_down(h8, scales, dtype, weight, w_scales, ExpertPlan(ids, experts, tile, order, tiles))
 
 
-def _gate_up_meta(x8, scales, dtype, weight, w_scales, *plan):
-    return gate_up_rows(x8, weight, *plan, dtype=dtype)
+def _gate_up_meta(x8, dtype, weight, ids, experts):
+    return gate_up_rows(x8, weight, ids, experts, dtype)
 
 
-def _down_meta(h8, scales, dtype, weight, *_):
+def _down_meta(h8, dtype, weight):
     return h8.new_empty(h8.shape[0], weight.shape[1], dtype=dtype)
 
 
@@ -193,7 +193,7 @@ def expert_int8_down_op(
     h8: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor, w_scales: torch.Tensor,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    y = _down_meta(h8, scales, dtype, weight)
+    y = _down_meta(h8, dtype, weight)
     for expert, pairs, _ in pairs_by_expert(ids, experts, len(weight)):
         y[pairs] = _product_cpu(h8[pairs], scales[pairs], weight[expert], w_scales[expert]).to(dtype)
     return y

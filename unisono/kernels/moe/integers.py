@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from unisono.kernels.cards import HOPPER, shared_memory
-from unisono.kernels.gemm.decoded import integer_product
-from unisono.kernels.gemm.int4 import int4_steps, unpack_cpu
+from unisono.kernels.gemm.decoded import integer_product, integer_steps
+from unisono.kernels.gemm.int4 import unpack_cpu
 from unisono.kernels.gemm.int8_weights import int8_decode
 from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.library import DTYPES, AotCase, op
@@ -143,7 +143,7 @@ def _integer_down_kernel(h, weight, scales, zeros, y, ids, order, tiles, M, coun
 
 def _blocking(tile: Tile, group: int, has_zeros: bool, each: int) -> dict[str, int]:
     """Compile-time arguments of the tile and the weight. each: numbers in a byte."""
-    width, steps = int4_steps(group)
+    width, steps = integer_steps(group)
     return {
         "BLOCK_N": tile.n, "WIDTH": width, "STEPS": steps, "HAS_ZEROS": has_zeros, "EACH": each,
         "num_warps": tile.warps, "num_stages": tile.stages,
@@ -223,10 +223,6 @@ def _up_cuda(*args):
     return _down_cuda(*args, up=True)
 
 
-def _up_meta(x, weight, scales, zeros, group, *plan):
-    return up_rows(x, weight, *plan)
-
-
 def _decoded(
     weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, x: torch.Tensor
 ) -> Callable[[int], torch.Tensor]:
@@ -235,11 +231,7 @@ def _decoded(
     return lambda e: decode(weight[e], scales[e], None if zeros is None else zeros[e], group, x.dtype)
 
 
-def _gate_up_meta(x, weight, scales, zeros, group, *plan):
-    return gate_up_rows(x, weight, *plan)
-
-
-@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+@op(cuda=_gate_up_cuda, meta=gate_up_rows)
 def expert_integer_gate_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
@@ -251,14 +243,14 @@ def expert_integer_gate_up_op(
 
 @op(cuda=_down_cuda, meta=down_rows)
 def expert_integer_down_op(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    decoded = _decoded(weight, scales, zeros, group, x)
-    return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight))
+    decoded = _decoded(weight, scales, zeros, group, h)
+    return down_cpu(down_rows(h, weight), h, decoded, ids, experts, len(weight))
 
 
-@op(cuda=_up_cuda, meta=_up_meta)
+@op(cuda=_up_cuda, meta=up_rows)
 def expert_integer_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int,
     ids: torch.Tensor, experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,

@@ -212,11 +212,7 @@ def _decoded_expert(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return lambda expert: decode(weight[expert], scales[expert], dtype)
 
 
-def _gate_up_meta(x, weight, scales, *plan):
-    return gate_up_rows(x, weight, *plan)
-
-
-@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+@op(cuda=_gate_up_cuda, meta=gate_up_rows)
 def expert_mxfp4_gate_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, experts: int, tile: int,
     order: torch.Tensor | None, tiles: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, limit: float,
@@ -228,11 +224,11 @@ def expert_mxfp4_gate_up_op(
 
 @op(cuda=_down_cuda, meta=down_rows)
 def expert_mxfp4_down_op(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, experts: int, tile: int,
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, experts: int, tile: int,
     order: torch.Tensor | None, tiles: torch.Tensor | None, bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    decoded = _decoded_expert(weight, scales, x.dtype)
-    return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight), bias)
+    decoded = _decoded_expert(weight, scales, h.dtype)
+    return down_cpu(down_rows(h, weight), h, decoded, ids, experts, len(weight), bias)
 
 
 def expert_mxfp4_gate_up(

@@ -172,10 +172,6 @@ def _up_cuda(*args):
     return _down_cuda(*args, up=True)
 
 
-def _up_meta(x, weight, scales, multipliers, *plan):
-    return up_rows(x, weight, *plan)
-
-
 def _decoded_expert(
     weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, dtype: torch.dtype
 ) -> Callable[[int], torch.Tensor]:
@@ -183,11 +179,7 @@ def _decoded_expert(
     return lambda e: nvfp4_decode(weight[e], scales[e], multipliers[e], dtype)
 
 
-def _gate_up_meta(x, weight, scales, multipliers, *plan):
-    return gate_up_rows(x, weight, *plan)
-
-
-@op(cuda=_gate_up_cuda, meta=_gate_up_meta)
+@op(cuda=_gate_up_cuda, meta=gate_up_rows)
 def expert_nvfp4_gate_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, ids: torch.Tensor,
     experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None, gelu: bool = False,
@@ -198,14 +190,14 @@ def expert_nvfp4_gate_up_op(
 
 @op(cuda=_down_cuda, meta=down_rows)
 def expert_nvfp4_down_op(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, ids: torch.Tensor,
+    h: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, ids: torch.Tensor,
     experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    decoded = _decoded_expert(weight, scales, multipliers, x.dtype)
-    return down_cpu(down_rows(x, weight), x, decoded, ids, experts, len(weight))
+    decoded = _decoded_expert(weight, scales, multipliers, h.dtype)
+    return down_cpu(down_rows(h, weight), h, decoded, ids, experts, len(weight))
 
 
-@op(cuda=_up_cuda, meta=_up_meta)
+@op(cuda=_up_cuda, meta=up_rows)
 def expert_nvfp4_up_op(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, multipliers: torch.Tensor, ids: torch.Tensor,
     experts: int, tile: int, order: torch.Tensor | None, tiles: torch.Tensor | None,

@@ -37,6 +37,7 @@ from unisono.kernels.gemm.tile import ExpertTiles, Tile
 from unisono.kernels.hopper import block_barrier, next_stage, stage_barriers
 from unisono.kernels.library import AotCase, ints
 from unisono.kernels.moe.experts import Products, same_products
+from unisono.kernels.moe.gluon import relu_squared
 from unisono.kernels.moe.plan import LEAD_PAIRS, ExpertPlan, Shapes
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.proofs import ExactKernel
@@ -162,10 +163,8 @@ def _finish(acc, out, held, n, column, N: gl.constexpr, GATED: gl.constexpr, UP:
     else:
         WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         y = gl.permute(acc.to(dtype), [1, 0])
-        if UP:  # activation.relu_squared_product
-            y = y.to(gl.float32)
-            y = gl.where(y < 0, 0.0, y)
-            y = (y * y).to(dtype)
+        if UP:
+            y = relu_squared(y)
         _store(out, y, held, n, column, N, ROWS, WHOLE)
 
 

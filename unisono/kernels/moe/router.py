@@ -156,44 +156,19 @@ def choose_cpu(
     return ids.to(torch.int32), weights, gates
 
 
-def _route_meta(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    positions: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    experts: int,
-    top_k: int,
-    normalize: bool,
-    bias: torch.Tensor | None = None,
-    factors: torch.Tensor | None = None,
-) -> Routing:
+def empty_routing(x: torch.Tensor, weight: torch.Tensor, experts: int, top_k: int) -> Routing:
+    """Allocate the outputs of a router with rows x [M, H] and weight [E (+ 1), H]; experts: E."""
     rows = x.shape[0]
     ids, weights = (x.new_empty(rows, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
     return ids, weights, x.new_empty(rows if weight.shape[0] > experts else 0, dtype=torch.float32)
 
 
-@op(cuda=route_cuda, meta=_route_meta)
-def route_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    positions: torch.Tensor | None,
-    counts: Mutated[torch.Tensor | None],
-    experts: int,
-    top_k: int,
-    normalize: bool,
-    bias: torch.Tensor | None,
-    factors: torch.Tensor | None = None,
-) -> Routing:
-    logits = row_exact_product(x.float(), weight.float())
-    logits = logits if bias is None else logits + bias.float()
-    return choose_cpu(logits, positions, counts, experts, top_k, normalize, factors)
-
-
+@op(cuda=route_cuda, meta=empty_routing)
 def route(
     x: torch.Tensor,
     weight: torch.Tensor,
     positions: torch.Tensor | None,
-    counts: torch.Tensor | None,
+    counts: Mutated[torch.Tensor | None],
     experts: int,
     top_k: int,
     normalize: bool,
@@ -213,7 +188,9 @@ def route(
     where x is NaN. Padding has id E, no expert, and weight 0, so no expert's weights are read for it; in a pass of
     padding only, which is run for measurement, its ids cycle through the experts.
     """
-    return route_op(x, weight, positions, counts, experts, top_k, normalize, bias, factors)
+    logits = row_exact_product(x.float(), weight.float())
+    logits = logits if bias is None else logits + bias.float()
+    return choose_cpu(logits, positions, counts, experts, top_k, normalize, factors)
 
 
 AOT: list[AotCase] = [

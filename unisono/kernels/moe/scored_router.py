@@ -18,7 +18,7 @@ import triton.language as tl
 from unisono.kernels.gemm.cpu import row_exact_product
 from unisono.kernels.gemm.linear import launch_linear
 from unisono.kernels.library import AotCase, Mutated, ints, op
-from unisono.kernels.moe.router import LOWEST, Routing
+from unisono.kernels.moe.router import LOWEST, Routing, empty_routing
 from unisono.kernels.overlap import follow, overlapped
 from unisono.kernels.sampling.sampler import order_key
 
@@ -240,23 +240,13 @@ def _route_scored_cuda(
     return launch_choose_scored(logits, correction, positions, counts, experts, top_k, normalize, scores)
 
 
-def _route_scored_meta(
-    x: torch.Tensor, weight: torch.Tensor, correction: torch.Tensor | None, positions: torch.Tensor | None,
-    counts: torch.Tensor | None, experts: int, top_k: int, normalize: bool, sigmoid: bool, groups: list[float],
-    bias: torch.Tensor | None = None,
-) -> Routing:  # fmt: skip
-    rows = x.shape[0]
-    ids, weights = (x.new_empty(rows, top_k, dtype=dtype) for dtype in (torch.int32, torch.float32))
-    return ids, weights, x.new_empty(rows if weight.shape[0] > experts else 0, dtype=torch.float32)
-
-
 def _restored(sigmoid: bool, correction: bool, groups: list[float]) -> RouterScores:
     """The scores from an op's numbers: (groups, top_groups, group_best, epsilon, scale, margin)."""
     count, top, best, epsilon, scale, margin = groups
     return RouterScores(sigmoid, correction, int(count), int(top), int(best), epsilon, scale, margin)
 
 
-@op(cuda=_route_scored_cuda, meta=_route_scored_meta)
+@op(cuda=_route_scored_cuda, meta=empty_routing)
 def route_scored_op(
     x: torch.Tensor, weight: torch.Tensor, correction: torch.Tensor | None, positions: torch.Tensor | None,
     counts: Mutated[torch.Tensor | None], experts: int, top_k: int, normalize: bool, sigmoid: bool,

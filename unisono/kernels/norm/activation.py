@@ -249,7 +249,7 @@ def _gate_rows_formula(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torc
     return (_gelu_mul_formula if gelu else _silu_mul_formula)(torch.cat((gate, up), 1))
 
 
-@op(cuda=launch_gate_rows, shape=lambda gate, *_: gate.shape, gradient=_gate_rows_formula)
+@op(cuda=launch_gate_rows, shape=lambda gate: gate.shape, gradient=_gate_rows_formula)
 def gate_rows(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
     """Compute :func:`silu_mul`, or :func:`gelu_mul`, of two tensors [M, I] with rows of any stride: [M, I]."""
     return (gelu_mul if gelu else silu_mul).cpu(torch.cat((gate, up), 1))
@@ -257,7 +257,7 @@ def gate_rows(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
 
 @op(
     cuda=launch_gate_rows_fp8,
-    meta=lambda gate, up, gelu, group: empty_quantised(gate, gate.shape[0], gate.shape[1], group),
+    meta=lambda gate, group: empty_quantised(gate, gate.shape[0], gate.shape[1], group),
 )
 def gate_rows_fp8_op(gate: torch.Tensor, up: torch.Tensor, gelu: bool, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     return quantised_cpu(gate_rows.cpu(gate, up, gelu), group)
@@ -337,7 +337,7 @@ def sigmoid_gate(x: torch.Tensor, qkv: torch.Tensor, num_heads: int) -> torch.Te
 
 @op(
     cuda=launch_sigmoid_gate_fp8,
-    meta=lambda x, qkv, num_heads, group: empty_quantised(x, x.shape[0], x.shape[1], group),
+    meta=lambda x, group: empty_quantised(x, x.shape[0], x.shape[1], group),
 )
 def sigmoid_gate_fp8_op(
     x: torch.Tensor, qkv: torch.Tensor, num_heads: int, group: int

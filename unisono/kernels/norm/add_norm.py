@@ -23,13 +23,7 @@ from unisono.kernels.norm.rms_norm import (
 )
 
 
-def _meta(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_like(x), empty_like(x)
-
-
-@op(cuda=launch_add_rms_norm, meta=_meta)
+@op(cuda=launch_add_rms_norm, meta=lambda x: (empty_like(x), empty_like(x)))
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,13 +32,7 @@ def add_rms_norm(
     return total, rms_norm.cpu(total, weight, eps)
 
 
-def _fp8_meta(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool
-) -> SumNormed:
-    return empty_like(x), *with_fp8_meta(x, group, keep)
-
-
-@op(cuda=launch_add_rms_norm_fp8, meta=_fp8_meta)
+@op(cuda=launch_add_rms_norm_fp8, meta=lambda x, group, keep: (empty_like(x), *with_fp8_meta(x, group, keep)))
 def add_rms_norm_fp8_op(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool
 ) -> SumNormed:

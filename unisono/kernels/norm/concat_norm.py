@@ -47,17 +47,15 @@ def launch_concat_norm(
     return out
 
 
-def _concat_norm_meta(
-    token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
-) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1])
-
-
 def _concat_norm_formula(
     token_ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
     embedding = torch.nn.functional.embedding(token_ids, table).to(hidden.dtype)
     return torch.cat((rms_norm_formula(embedding, table_weight, eps), rms_norm_formula(hidden, hidden_weight, eps)), 1)
+
+
+def _concat_norm_meta(hidden: Tensor) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], 2 * hidden.shape[1])
 
 
 @op(cuda=launch_concat_norm, meta=_concat_norm_meta, gradient=_concat_norm_formula)

@@ -46,7 +46,7 @@ def launch_gated_group_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gr
     return out
 
 
-@op(cuda=launch_gated_group_norm, shape=lambda x, *_: x.shape)
+@op(cuda=launch_gated_group_norm, shape=lambda x: x.shape)
 def gated_group_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
     """Compute ``y * rsqrt(mean(y^2) + eps) * weight`` by group for ``y = x * silu(z)``, x, z [M, I]: [M, I].
 

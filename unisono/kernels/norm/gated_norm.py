@@ -111,13 +111,7 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, sigmoid: bool =
     return (normed.flatten(1) * (upper / (1.0 + torch.exp(-gate)))).to(o.dtype)
 
 
-def _gated_norm_fp8_meta(
-    o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int, sigmoid: bool = False
-) -> tuple[Tensor, Tensor]:
-    return empty_quantised(o, o.shape[0], o.shape[1], group)
-
-
-@op(cuda=launch_gated_norm_fp8, meta=_gated_norm_fp8_meta)
+@op(cuda=launch_gated_norm_fp8, meta=lambda o, group: empty_quantised(o, o.shape[0], o.shape[1], group))
 def gated_norm_fp8_op(
     o: Tensor, z: Tensor, weight: Tensor, eps: float, group: int, sigmoid: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -192,7 +192,7 @@ def with_fp8_meta(x: torch.Tensor, group: int | None, keep: bool) -> Normed:
     return x.new_empty(x.shape if keep else 0), *empty_quantised(x, x.shape[0], x.shape[1], group)
 
 
-@op(cuda=launch_rms_norm_fp8, meta=lambda x, weight, eps, group, keep: with_fp8_meta(x, group, keep))
+@op(cuda=launch_rms_norm_fp8, meta=with_fp8_meta)
 def rms_norm_fp8_op(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int, keep: bool) -> Normed:
     return with_fp8_cpu(rms_norm.cpu(x, weight, eps), group, keep)
 

@@ -84,10 +84,7 @@ def launch_add_normed(
     return total, out, x8, scales
 
 
-def _meta(
-    x: torch.Tensor, residual: torch.Tensor, after: torch.Tensor, after_eps: float, factor: torch.Tensor | None,
-    weight: torch.Tensor | None, eps: float, group: int | None = None, keep: bool = True,
-) -> SumNormed:  # fmt: skip
+def _meta(x: torch.Tensor, weight: torch.Tensor | None, group: int | None, keep: bool) -> SumNormed:
     return empty_like(x), *with_fp8_meta(x, group, keep and weight is not None)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unisono.kernels.library import AotCase, Mutated, ints, op
 from unisono.kernels.overlap import follow, overlapped, overlapping
-from unisono.kernels.recurrent.causal_conv_cpu import causal_conv_cpu
+from unisono.kernels.recurrent.causal_conv_cpu import convolved_cpu, gates_cpu
 
 NEVER, LOG2_E = tl.constexpr(2**31 - 1), tl.constexpr(math.log2(math.e))
 _CHANNELS, _TOKENS = 256, 16
@@ -346,7 +346,7 @@ def launch_conv(
     return out
 
 
-def _causal_conv_meta(u: Tensor, weight: Tensor, ba: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _causal_conv_meta(u: Tensor, ba: Tensor) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), u.new_empty((u.shape[0], 2, ba.shape[1] // 2), dtype=torch.float32)
 
 
@@ -368,7 +368,9 @@ def causal_conv(
     ``-exp(a_log) * softplus(a + dt_bias)``, then ``beta = sigmoid(b)``). Padding tokens are zero in the first one.
     Inputs before position 0 are zero. Taps are added in order in fp32, with one rounding at the end.
     """
-    return causal_conv_cpu(u, weight, ba, a_log, dt_bias, snapshot, ring, rows, since, first, until, end, query_start)
+    token, acc = convolved_cpu(u, weight, snapshot, ring, (rows, since, first, until, end), query_start)
+    out = torch.zeros_like(u).index_copy_(0, token, (acc / (1.0 + torch.exp(-acc))).to(u.dtype))
+    return out, gates_cpu(ba, a_log, dt_bias)
 
 
 def conv_cases(dtype: str, heads: int, width: int, key_dim: int = 0) -> list[AotCase]:

@@ -1,7 +1,7 @@
-"""CPU twin of ``causal_conv``: the same taps in the same order, in plain torch.
+"""CPU twins of causal convolutions: the kernels' taps in the same order, in plain torch.
 
-Called only through the op of ``kernels/recurrent/causal_conv.py``. Every operation is elementwise, so a token's bits
-depend on nothing else. The twin may read values on the host, because an op is opaque to the tape.
+Called by the ops of this folder. Every operation is elementwise, so a token's bits
+depend on nothing else. A twin may read values on the host, because an op is opaque to the tape.
 
 Shapes: T tokens, R rows, NR state rows, C channels, J taps, Hv value heads.
 """
@@ -13,27 +13,6 @@ from typing import NamedTuple
 import torch
 
 from unisono.kernels.speculation.pass_rows import PassRows, SharedPlan, tokens_of_rows
-
-
-def causal_conv_cpu(
-    u: torch.Tensor,
-    weight: torch.Tensor,
-    ba: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    snapshot: torch.Tensor,
-    ring: torch.Tensor,
-    rows: torch.Tensor,
-    since: torch.Tensor,
-    first: torch.Tensor,
-    until: torch.Tensor,
-    end: torch.Tensor,
-    query_start: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`unisono.kernels.recurrent.causal_conv.causal_conv`."""
-    token, acc = convolved_cpu(u, weight, snapshot, ring, (rows, since, first, until, end), query_start)
-    out = torch.zeros_like(u).index_copy_(0, token, (acc / (1.0 + torch.exp(-acc))).to(u.dtype))
-    return out, gates_cpu(ba, a_log, dt_bias)
 
 
 def convolved_cpu(

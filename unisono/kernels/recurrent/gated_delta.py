@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unisono.kernels.library import AotCase, Mutated, ints, op
 from unisono.kernels.overlap import overlapped, overlaps
-from unisono.kernels.recurrent.gated_delta_cpu import CHUNK, gated_delta_cpu
+from unisono.kernels.recurrent.gated_delta_cpu import CHUNK, gated_delta_rule, recurrence_cpu
 from unisono.kernels.recurrent.gated_delta_gluon import SIZE, WARPS, walk_kernel, walks
 from unisono.kernels.recurrent.gated_delta_triton import (
     _prepare_kernel,
@@ -95,7 +95,7 @@ def launch_gated_delta(
 
     fast_walk: use the faster walk for prompts in 16 bits on a GPU (speed only).
     """
-    out = _gated_delta_meta(qkv, gates, state)
+    out = _gated_delta_meta(qkv, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0 and is_round:
         return out
@@ -151,7 +151,7 @@ def remember_chunk(
         )  # fmt: skip
 
 
-def _gated_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> Tensor:
+def _gated_delta_meta(qkv: Tensor, state: Tensor) -> Tensor:
     return qkv.new_empty((qkv.shape[0], state.shape[1] * state.shape[2]))
 
 
@@ -175,7 +175,8 @@ def gated_delta(
     Returns o [T, Hv V] in qkv's dtype, zero for padding tokens. The state advances to ``until`` tokens, and the rings
     store the pass's tokens.
     """
-    return gated_delta_cpu(qkv, gates, state, kv_ring, gates_ring, rows, since, first, until, end, query_start)
+    of_pass = rows, since, first, until, end
+    return recurrence_cpu(qkv, gates, state, (kv_ring, gates_ring), of_pass, query_start, gated_delta_rule)
 
 
 def delta_cases(dtype: str, sizes: Sizes, width: int, is_round: bool, delta: bool = True) -> list[AotCase]:

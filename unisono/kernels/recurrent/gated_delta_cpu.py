@@ -1,8 +1,9 @@
-"""CPU twin of ``gated_delta``: the same grid of chunks and the same products, in fp32 and plain torch.
+"""CPU twins of recurrences over chunks, and the rule of ``gated_delta``: the kernels' grid of chunks and their
+products, in fp32 and plain torch.
 
-Called only through the op of ``kernels/recurrent/gated_delta.py``. Every product has the shape of one chunk of
-one head, so a token's bits depend on its own chunk and the state before it alone. The twin may read values on the host,
-because an op is opaque to the tape.
+:func:`recurrence_cpu` walks each row's chunks by a :data:`Rule`. ``kimi_delta_cpu`` and ``mamba2_cpu`` have other
+rules. Called by the ops of this folder. Every product has the shape of one chunk of one head, so a token's bits depend
+on its own chunk and the state before it alone. A twin may read values on the host, because an op is opaque to the tape.
 
 Shapes: T tokens, R rows, NR state rows, Hk / Hv key / value heads, K / V head sizes, N chunks of the pass, A rows that
 have a chunk at one step, c = CHUNK.
@@ -10,6 +11,7 @@ have a chunk at one step, c = CHUNK.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,28 +41,10 @@ class Chunks(NamedTuple):
     decay: torch.Tensor
 
 
-def gated_delta_cpu(
-    qkv: torch.Tensor,
-    gates: torch.Tensor,
-    state: torch.Tensor,
-    kv_ring: torch.Tensor,
-    gates_ring: torch.Tensor,
-    rows: torch.Tensor,
-    since: torch.Tensor,
-    first: torch.Tensor,
-    until: torch.Tensor,
-    end: torch.Tensor,
-    query_start: torch.Tensor | None,
-) -> torch.Tensor:
-    """See :func:`unisono.kernels.recurrent.gated_delta.gated_delta`."""
-    value_heads, value_dim, key_dim = state.shape[1:]
-    plan = plan_cpu((rows, since, first, until, end), query_start, len(qkv), kv_ring.shape[1])
-    out = qkv.new_zeros((len(qkv) + 1, value_heads, value_dim))  # a spare row for positions without a token
-    if plan.steps:
-        _walk(_chunks(qkv, gates, kv_ring, gates_ring, plan, (value_heads, key_dim)), state, plan, out)
-    kv_ring[plan.place] = qkv[:, qkv.shape[1] - kv_ring.shape[2] :].index_select(0, plan.latest)
-    gates_ring[plan.place] = gates.index_select(0, plan.latest)
-    return out[:-1].flatten(1)
+Rule = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Maps chunks [A], one per row, and the states before them [A, Hv, V, K] to outputs [A, Hv, c, V] and the states after
+them.
+"""
 
 
 class Step(NamedTuple):
@@ -125,24 +109,39 @@ def _make_plan(p: PassRows, query_start: torch.Tensor | None, tokens: int, ring:
 plan_cpu = SharedPlan(_make_plan)
 
 
-def _chunks(
+def recurrence_cpu(
     qkv: torch.Tensor,
     gates: torch.Tensor,
-    kv_ring: torch.Tensor,
-    gates_ring: torch.Tensor,
-    plan: DeltaPlan,
-    sizes: tuple[int, int],
-) -> Chunks:
-    """Compute the chunks of a pass. sizes: value heads, key size."""
-    q, k, v, both = gathered_cpu(qkv, gates, kv_ring, gates_ring, plan, sizes)
-    decay, beta = by_head_cpu(both)
-    q, k = unit_cpu(q) * sizes[1] ** -0.5, unit_cpu(k)
-    decay = decay.cumsum(2)
-    solve, attend = _within(q, k, decay, beta)
-    return Chunks(q, k, v, solve, attend, decay)
+    state: torch.Tensor,
+    rings: tuple[torch.Tensor, torch.Tensor],
+    of_pass: tuple[torch.Tensor, ...],
+    query_start: torch.Tensor | None,
+    rule_of: Callable[[tuple[torch.Tensor, ...]], Rule],
+) -> torch.Tensor:
+    """Apply a recurrence over each row's tokens: outputs [T, Hv V], zero for positions without a token.
+
+    The state advances to ``until`` tokens, and the rings (keys and values, gates) store the pass's tokens. of_pass:
+    rows, since, first, until, end. rule_of: maps the tensors of :func:`_gathered` to the rule.
+    """
+    value_heads, value_dim, key_dim = state.shape[1:]
+    kv_ring, gates_ring = rings
+    plan = plan_cpu(of_pass, query_start, len(qkv), kv_ring.shape[1])
+    out = qkv.new_zeros((len(qkv) + 1, value_heads, value_dim))  # a spare row for positions without a token
+    if plan.steps:
+        rule = rule_of(_gathered(qkv, gates, kv_ring, gates_ring, plan, (value_heads, key_dim)))
+        s_AHVK = state.index_select(0, plan.rows).float()
+        for row, n, token, reached, state_rows in plan.steps:
+            o, s = rule(n, s_AHVK.index_select(0, row))
+            out[token] = o.transpose(1, 2).flatten(0, 1).to(out.dtype)
+            s_AHVK.index_copy_(0, row, s)
+            if len(reached):
+                state[state_rows] = s.index_select(0, reached).to(state.dtype)
+    kv_ring[plan.place] = qkv[:, qkv.shape[1] - kv_ring.shape[2] :].index_select(0, plan.latest)
+    gates_ring[plan.place] = gates.index_select(0, plan.latest)
+    return out[:-1].flatten(1)
 
 
-def gathered_cpu(
+def _gathered(
     qkv: torch.Tensor,
     gates: torch.Tensor,
     kv_ring: torch.Tensor,
@@ -206,23 +205,26 @@ def left_cpu(decay: torch.Tensor) -> torch.Tensor:
     return (decay[..., :, None] - decay[..., None, :]).masked_fill(order[:, None] < order, 0).exp()
 
 
-def _walk(chunks: Chunks, state: torch.Tensor, plan: DeltaPlan, out: torch.Tensor) -> None:
-    """Walk each row's chunks: write the outputs of tokens, and the state after ``until`` tokens."""
-    groups = state.shape[1] // chunks.k.shape[1]
-    s_AHVK = state.index_select(0, plan.rows).float()
-    for row, n, token, reached, state_rows in plan.steps:
+def gated_delta_rule(inputs: tuple[torch.Tensor, ...]) -> Rule:
+    """Compute the state-independent part of chunks, and return the gated delta rule."""
+    q, k, v, both = inputs
+    decay, beta = by_head_cpu(both)
+    groups = v.shape[1] // k.shape[1]
+    q, k = unit_cpu(q) * k.shape[3] ** -0.5, unit_cpu(k)
+    decay = decay.cumsum(2)
+    chunks = Chunks(q, k, v, *_within(q, k, decay, beta), decay)
+
+    def rule(n: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = (x.index_select(0, n).repeat_interleave(groups, 1) for x in (chunks.q, chunks.k))
-        s, decay = s_AHVK.index_select(0, row), chunks.decay.index_select(0, n)
+        decay = chunks.decay.index_select(0, n)
         left = decay.exp()[..., None]
         error = chunks.v.index_select(0, n) - products_cpu(k, s.mT) * left
         new = products_cpu(chunks.solve.index_select(0, n), error)
         o = products_cpu(q, s.mT) * left + products_cpu(chunks.attend.index_select(0, n), new)
-        out[token] = o.transpose(1, 2).flatten(0, 1).to(out.dtype)
         end = decay[..., -1, None]
-        s = s * end.exp()[..., None] + products_cpu((new * (end - decay).exp()[..., None]).mT, k)
-        s_AHVK.index_copy_(0, row, s)
-        if len(reached):
-            state[state_rows] = s.index_select(0, reached).to(state.dtype)
+        return o, s * end.exp()[..., None] + products_cpu((new * (end - decay).exp()[..., None]).mT, k)
+
+    return rule
 
 
 def unit_cpu(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ def launch_kimi_conv(
     return launch_conv(u, weight, (f, b, a_log, dt_bias, gates), (snapshot, ring), where, query_start), gates
 
 
-def _kimi_conv_meta(u: Tensor, weight: Tensor, f: Tensor, b: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _kimi_conv_meta(u: Tensor, f: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), u.new_empty((u.shape[0], f.shape[1] + b.shape[1]), dtype=torch.float32)
 
 

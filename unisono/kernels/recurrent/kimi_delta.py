@@ -17,9 +17,9 @@ from torch import Tensor
 from unisono.kernels.library import AotCase, Mutated, ints, op
 from unisono.kernels.overlap import overlapped, overlaps
 from unisono.kernels.recurrent.gated_delta import Sizes, StateTile, remember_chunk
-from unisono.kernels.recurrent.gated_delta_cpu import CHUNK
+from unisono.kernels.recurrent.gated_delta_cpu import CHUNK, recurrence_cpu
 from unisono.kernels.recurrent.gated_delta_gluon import SIZE, WARPS, walks
-from unisono.kernels.recurrent.kimi_delta_cpu import kimi_delta_cpu
+from unisono.kernels.recurrent.kimi_delta_cpu import kimi_delta_rule
 from unisono.kernels.recurrent.kimi_delta_gluon import kimi_walk_kernel
 from unisono.kernels.recurrent.kimi_delta_prepare import PREPARE_WARPS, kimi_prepare_kernel
 from unisono.kernels.recurrent.kimi_delta_triton import _kimi_round_kernel, _kimi_walk_kernel
@@ -41,7 +41,7 @@ def launch_kimi_delta(
 
     fast_walk: use the faster walk for prompts in 16 bits on a GPU. It and the tile affect speed only.
     """
-    out = _kimi_delta_meta(qkv, gates, state)
+    out = _kimi_delta_meta(qkv, state)
     tokens, count, is_round = qkv.shape[0], rows.shape[0], query_start is None
     if tokens == 0 and is_round:
         return out
@@ -89,7 +89,7 @@ def _options(sizes: Sizes, besides: int, is_round: bool) -> dict[str, Any]:
     return {**shape, "EXTRA": besides, "ROUND": is_round}
 
 
-def _kimi_delta_meta(qkv: Tensor, gates: Tensor, state: Tensor, *_: object) -> Tensor:
+def _kimi_delta_meta(qkv: Tensor, state: Tensor) -> Tensor:
     return qkv.new_empty((qkv.shape[0], state.shape[1] * state.shape[2]))
 
 
@@ -113,7 +113,8 @@ def kimi_delta(
     Returns o [T, H V] in qkv's dtype, zero for padding tokens. The state advances to ``until`` tokens, and the rings
     store the pass's tokens. A prompt pass of T tokens needs 6 H K T elements of qkv's dtype beside them.
     """
-    return kimi_delta_cpu(qkv, gates, state, kv_ring, gates_ring, rows, since, first, until, end, query_start)
+    of_pass = rows, since, first, until, end
+    return recurrence_cpu(qkv, gates, state, (kv_ring, gates_ring), of_pass, query_start, kimi_delta_rule)
 
 
 def _cases(dtype: str, sizes: Sizes, width: int, is_round: bool) -> list[AotCase]:

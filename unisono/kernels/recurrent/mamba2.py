@@ -11,12 +11,14 @@ remembers.
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from unisono.kernels.library import AotCase, Mutated, op
 from unisono.kernels.recurrent.gated_delta import Sizes, delta_cases, launch_gated_delta
-from unisono.kernels.recurrent.gated_delta_cpu import CHUNK
-from unisono.kernels.recurrent.mamba2_cpu import mamba2_cpu
+from unisono.kernels.recurrent.gated_delta_cpu import CHUNK, recurrence_cpu
+from unisono.kernels.recurrent.mamba2_cpu import mamba2_rule
 
 
 def launch_mamba2(
@@ -28,7 +30,7 @@ def launch_mamba2(
     return launch_gated_delta(cbx, gates, state, bx_ring, gates_ring, *where, skip=skip)
 
 
-@op(cuda=launch_mamba2, meta=lambda cbx, gates, skip, state, *_: cbx.new_empty(len(cbx), state.shape[1:3].numel()))
+@op(cuda=launch_mamba2, meta=lambda cbx, state: cbx.new_empty(len(cbx), state.shape[1:3].numel()))
 def mamba2(
     cbx: Tensor, gates: Tensor, skip: Tensor, state: Mutated[Tensor], bx_ring: Mutated[Tensor],
     gates_ring: Mutated[Tensor], rows: Tensor, since: Tensor, first: Tensor, until: Tensor, end: Tensor,
@@ -49,7 +51,9 @@ def mamba2(
     Returns y [T, H P] in cbx's dtype, zero for padding tokens. The state advances to ``until`` tokens, and the rings
     store the pass's tokens.
     """
-    return mamba2_cpu(cbx, gates, skip, state, bx_ring, gates_ring, rows, since, first, until, end, query_start)
+    of_pass = rows, since, first, until, end
+    rule = functools.partial(mamba2_rule, skip=skip)
+    return recurrence_cpu(cbx, gates, state, (bx_ring, gates_ring), of_pass, query_start, rule)
 
 
 AOT: list[AotCase] = [

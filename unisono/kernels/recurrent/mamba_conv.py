@@ -117,7 +117,7 @@ def launch_mamba_conv(
     """See :func:`mamba_conv`."""
     u = u if u.stride(1) == 1 else u.contiguous()
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
-    out, gates = _mamba_conv_meta(u, weight, bias, dt)
+    out, gates = _mamba_conv_meta(u, dt)
     (tokens, channels), rows_, taps, heads = u.shape, rows.shape[0], weight.shape[-1], a_log.shape[0]
     if tokens == 0 and query_start is None:
         return out, gates
@@ -145,7 +145,7 @@ def launch_mamba_conv(
     return out, gates
 
 
-def _mamba_conv_meta(u: Tensor, weight: Tensor, bias: Tensor | None, dt: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _mamba_conv_meta(u: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), u.new_empty((u.shape[0], 2, dt.shape[1]), dtype=torch.float32)
 
 

@@ -98,7 +98,7 @@ def launch_short_conv(
     return out
 
 
-@op(cuda=launch_short_conv, shape=lambda u, *_: u.shape)
+@op(cuda=launch_short_conv, shape=lambda u: u.shape)
 def short_conv(
     u: Tensor, weight: Tensor, snapshot: Mutated[Tensor], ring: Mutated[Tensor], rows: Tensor, since: Tensor,
     first: Tensor, until: Tensor, end: Tensor, query_start: Tensor | None,

@@ -93,7 +93,7 @@ def launch_candidates(
     return tokens
 
 
-def _candidates_meta(logits: Tensor, slots: Tensor, count: int, *_: object) -> Tensor:
+def _candidates_meta(logits: Tensor, slots: Tensor, count: int) -> Tensor:
     return slots.new_empty(logits.shape[0], count)
 
 

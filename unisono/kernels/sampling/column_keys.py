@@ -66,7 +66,7 @@ def key_bytes(columns: int) -> int:
     return 8 * triton.cdiv(columns, _block(max(ARGMAX_BLOCKS))[0])
 
 
-def _keys_meta(logits: Tensor, slots: Tensor, width: int, count: int, *_: object) -> Tensor:
+def _keys_meta(logits: Tensor, count: int) -> Tensor:
     rows, columns = logits.shape
     return logits.new_empty(rows, triton.cdiv(columns, _block(rows)[0]) * count, dtype=torch.int64)
 
@@ -78,7 +78,7 @@ def launch_column_keys(
     """Triton implementation of :func:`column_keys`."""
     one_stride(length, status, temperature, seed_lo, seed_hi, edits)
     (rows, columns), (block, warps) = logits.shape, _block(logits.shape[0])
-    keys = _keys_meta(logits, slots, width, count)
+    keys = _keys_meta(logits, count)
     _keys_kernel[(rows, triton.cdiv(columns, block))](
         logits, slots, length, status, temperature, seed_lo, seed_hi, edits, edited, keys,
         status.stride(0), logits.stride(0), width, offset, first, columns, count, BLOCK=block, num_warps=warps,
@@ -101,7 +101,7 @@ def column_keys(
     rows.
     """
     rows, columns = logits.shape
-    keys, off = _keys_meta(logits, slots, width, count), torch.zeros_like(length)
+    keys, off = _keys_meta(logits, count), torch.zeros_like(length)
     token = torch.arange(first, first + columns, dtype=torch.int32)
     scores, running = scores_cpu(
         logits, slots, width, length, status, temperature, off, 1 - off, off, seed_lo, seed_hi, offset, token, edits,
@@ -118,14 +118,14 @@ def column_keys(
     return keys
 
 
-def _tokens_meta(keys: Tensor, slots: Tensor, width: int, count: int, *_: object) -> Tensor:
+def _tokens_meta(keys: Tensor, slots: Tensor, count: int) -> Tensor:
     return slots.new_empty(keys.shape[0], count)
 
 
 def launch_best_tokens(keys: Tensor, slots: Tensor, width: int, count: int, status: Tensor) -> Tensor:
     """Triton implementation of :func:`best_tokens`."""
     rows, ranked = keys.shape
-    tokens = _tokens_meta(keys, slots, width, count)
+    tokens = _tokens_meta(keys, slots, count)
     _tokens_kernel[(rows,)](
         keys, slots, status, tokens, status.stride(0), width, ranked, count, BLOCK=triton.next_power_of_2(ranked)
     )

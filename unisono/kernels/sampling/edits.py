@@ -174,7 +174,7 @@ def _edit_kernel(
             tl.store(edited + n.to(tl.int64) * V + column, logit, mask=inside)
 
 
-def _edit_meta(logits: Tensor, slots: Tensor, width: int, *_: object) -> Tensor:
+def _edit_meta(logits: Tensor, slots: Tensor, width: int) -> Tensor:
     return logits.new_empty((slots.shape[0] * width, logits.shape[1]), dtype=torch.float32)
 
 

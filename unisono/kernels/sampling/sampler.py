@@ -390,11 +390,7 @@ def scores_cpu(
     return scores, running
 
 
-def _sample_meta(logits: Tensor, slots: Tensor, width: int, *_: object) -> Tensor:
-    return slots.new_empty(slots.shape[0] * width)
-
-
-@op(cuda=launch_sample, meta=_sample_meta)
+@op(cuda=launch_sample, meta=lambda slots, width: slots.new_empty(slots.shape[0] * width))
 def sample(
     logits: Tensor, slots: Tensor, width: int, length: Tensor, status: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, seed_lo: Tensor, seed_hi: Tensor, offset: int = 0, ids: Tensor | None = None,

@@ -144,9 +144,7 @@ def _keep_rows_kernel(out, rows, source, size, BLOCK: tl.constexpr):
         tl.store(out + to_row * size + i, tl.load(source + from_row * size + i, mask=i < size), mask=i < size)
 
 
-def _catch_up_meta(
-    slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
-) -> CatchUp:
+def _catch_up_meta(slots: Tensor, sampled: Tensor) -> CatchUp:
     rows, entries = slots.shape[0], sampled.numel()
     return CatchUp(*(slots.new_empty(n) for n in (entries, entries, entries, rows, rows, rows, entries)))
 
@@ -155,7 +153,7 @@ def launch_catch_up(
     slots: Tensor, result: Tensor, sampled: Tensor, length: Tensor, page_table: Tensor, page_size: int
 ) -> CatchUp:
     """Triton implementation of :func:`catch_up`."""
-    out = _catch_up_meta(slots, result, sampled, length, page_table, page_size)
+    out = _catch_up_meta(slots, sampled)
     rows, width = sampled.shape
     _catch_up_kernel[(rows,)](
         slots, result.contiguous(), sampled.contiguous(), length, page_table, *out,
@@ -173,10 +171,7 @@ def _places_cpu(page_table: Tensor, slot: Tensor, at: Tensor, spare: Tensor, pag
     return slot_mapping, page_table[slot, (column - 1).clamp_min(0)].where(starts_page, -1)
 
 
-def _catch_up_extend_meta(
-    slots: Tensor, query_start: Tensor, start: Tensor, token_ids: Tensor, next_ids: Tensor, positions: Tensor,
-    page_table: Tensor, page_size: int,
-) -> CatchUpExtend:  # fmt: skip
+def _catch_up_extend_meta(slots: Tensor, token_ids: Tensor) -> CatchUpExtend:
     rows, tokens = slots.shape[0], token_ids.shape[0]
     entries = rows + tokens
     sizes = (entries, entries, entries, 2 * rows, 2 * rows, 2 * rows + 1, rows, rows, rows, tokens)
@@ -189,7 +184,7 @@ def launch_catch_up_extend(
 ) -> CatchUpExtend:  # fmt: skip
     """Triton implementation of :func:`catch_up_extend`."""
     inputs = (slots, query_start, start, token_ids, next_ids, positions, page_table)
-    out = _catch_up_extend_meta(*inputs, page_size)
+    out = _catch_up_extend_meta(slots, token_ids)
     rows, tokens = slots.shape[0], token_ids.shape[0]
     _catch_up_extend_kernel[(max(triton.cdiv(tokens, ENTRIES_PER_PROGRAM), 1),)](
         *inputs, *out, page_table.stride(0), rows, tokens,

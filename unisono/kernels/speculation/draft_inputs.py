@@ -92,10 +92,7 @@ def _draft_extend_inputs_kernel(
     tl.store(slot_mapping + t, _slot_mapping(page_table, slot, max_pages, at, real, t, PAGE), mask=t < T)
 
 
-def _draft_inputs_meta(
-    slots: Tensor, drafts: Tensor, history: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
-    page_table: Tensor, page_size: int, vocab_size: int, first: int, width: int, tables: Tensor | None = None,
-) -> DraftInputs:  # fmt: skip
+def _draft_inputs_meta(slots: Tensor, width: int) -> DraftInputs:
     token_ids, positions, slot_mapping = (slots.new_empty(slots.shape[0] * width) for _ in range(3))
     return token_ids, positions, slot_mapping, slots.new_empty(slots.shape[0])
 
@@ -106,9 +103,7 @@ def launch_draft_inputs(
 ) -> DraftInputs:  # fmt: skip
     if not length.stride(0) == max_length.stride(0) == status.stride(0):
         raise ValueError("slot fields have different strides: make them views of one arena")
-    out = _draft_inputs_meta(
-        slots, drafts, history, length, max_length, status, page_table, page_size, vocab_size, first, width
-    )
+    out = _draft_inputs_meta(slots, width)
     _draft_inputs_kernel[(slots.shape[0],)](
         slots, slots if tables is None else tables, drafts, history, length, max_length, status, page_table, *out,
         length.stride(0), history.stride(0), page_table.stride(0), drafts.stride(0), first, width, vocab_size,
@@ -124,10 +119,7 @@ def _slot_mapping_cpu(
     return (page_table[slot, column] * page_size + at % page_size).where(written, spare % page_size)
 
 
-def _draft_extend_inputs_meta(
-    slots: Tensor, query_start: Tensor, start: Tensor, history: Tensor, page_table: Tensor, page_size: int,
-    vocab_size: int, num_tokens: int,
-) -> DraftExtendInputs:  # fmt: skip
+def _draft_extend_inputs_meta(slots: Tensor, num_tokens: int) -> DraftExtendInputs:
     rows = slots.shape[0]
     token_ids, positions, slot_mapping = (slots.new_empty(num_tokens + rows) for _ in range(3))
     return token_ids, positions, slot_mapping, slots.new_empty(rows), slots.new_empty(rows + 1)
@@ -137,7 +129,7 @@ def launch_draft_extend_inputs(
     slots: Tensor, query_start: Tensor, start: Tensor, history: Tensor, page_table: Tensor, page_size: int,
     vocab_size: int, num_tokens: int,
 ) -> DraftExtendInputs:  # fmt: skip
-    out = _draft_extend_inputs_meta(slots, query_start, start, history, page_table, page_size, vocab_size, num_tokens)
+    out = _draft_extend_inputs_meta(slots, num_tokens)
     rows, total = slots.shape[0], out[0].shape[0]
     _draft_extend_inputs_kernel[(triton.cdiv(total, TOKENS_PER_PROGRAM),)](
         slots, query_start, start, history, page_table, *out,

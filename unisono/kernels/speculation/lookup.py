@@ -152,7 +152,8 @@ def _remember_kernel(
 
 def launch_lookup(
     drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int,
-    shortest: int, factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
+    shortest: int = 1, factor: float = float(ONE.value), share: float = 0.0, ring: Tensor | None = None,
+    head: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, k = drafts.shape
     max_tokens, kept = history.shape[1], 0 if ring is None else ring.shape[0]
@@ -222,10 +223,27 @@ def launch_remember(
 
 
 @op(cuda=launch_lookup)
-def lookup_op(
+def lookup(
     drafts: Mutated[Tensor], slots: Tensor, history: Tensor, length: Tensor, scratch: Mutated[Tensor], longest: int,
-    shortest: int, factor: float, share: float, ring: Tensor | None = None, head: Tensor | None = None,
+    shortest: int = 1, factor: float = float(ONE.value), share: float = 0.0, ring: Tensor | None = None,
+    head: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """Write into drafts [R, K] the tokens that followed earlier occurrences of each request's last tokens.
+
+    slots [R]; history [S, max tokens], the committed tokens; length [S] of them (a strided slot field); ring [N]
+    and head [1], the place of its oldest token (None: own history only); all int32. scratch: from
+    :func:`lookup_scratch`, whose ``voters`` V is the number of matches that vote.
+
+    A match is an earlier position up to which ``shortest`` … ``longest`` tokens equal the request's last ones
+    (m of them). There is one voter for each residue class of positions modulo V: the longest match of the
+    class, the latest of equally long ones. V = 1 is the longest match of all. A voter proposes the tokens after its
+    match. At the end of the request's own history they repeat from the match on, so a loop of any period is
+    drafted whole. At the end of an output in the ring they end. The share of token i of a proposal is the
+    fraction of votes that agree with it up to token i, among voters whose match is at least as long. The token is
+    drafted while i < factor · m and its share is at least ``share``. The proposal with the greatest sum of shares (the
+    expected number of accepted tokens) wins; ties go to the longest, then the latest match. Drafts beyond it, and of
+    rows without a match, are -1.
+    """
     rows, k = drafts.shape
     kept = history.new_empty(0) if ring is None or head is None else ring.roll(-int(head))
     keys = torch.zeros((rows, scratch.shape[1] - 1), dtype=torch.int64)
@@ -244,29 +262,6 @@ def lookup_op(
 def lookup_scratch(rows: int, voters: int, device: torch.device | str) -> Tensor:
     """Allocate the workspace of :func:`lookup` for batches of up to ``rows``: zeros before and after each call."""
     return torch.zeros((rows, 1 + voters), dtype=torch.int64, device=device)
-
-
-def lookup(
-    drafts: Tensor, slots: Tensor, history: Tensor, length: Tensor, scratch: Tensor, longest: int, shortest: int = 1,
-    factor: float = float(ONE.value), share: float = 0.0, ring: Tensor | None = None, head: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write into drafts [R, K] the tokens that followed earlier occurrences of each request's last tokens.
-
-    slots [R]; history [S, max tokens], the committed tokens; length [S] of them (a strided slot field); ring [N]
-    and head [1], the place of its oldest token (None: own history only); all int32. scratch: from
-    :func:`lookup_scratch`, whose ``voters`` V is the number of matches that vote.
-
-    A match is an earlier position up to which ``shortest`` … ``longest`` tokens equal the request's last ones
-    (m of them). There is one voter for each residue class of positions modulo V: the longest match of the
-    class, the latest of equally long ones. V = 1 is the longest match of all. A voter proposes the tokens after its
-    match. At the end of the request's own history they repeat from the match on, so a loop of any period is
-    drafted whole. At the end of an output in the ring they end. The share of token i of a proposal is the
-    fraction of votes that agree with it up to token i, among voters whose match is at least as long. The token is
-    drafted while i < factor · m and its share is at least ``share``. The proposal with the greatest sum of shares (the
-    expected number of accepted tokens) wins; ties go to the longest, then the latest match. Drafts beyond it, and of
-    rows without a match, are -1.
-    """
-    lookup_op(drafts, slots, history, length, scratch, longest, shortest, factor, share, ring, head)
 
 
 @op(cuda=launch_remember)

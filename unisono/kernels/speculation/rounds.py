@@ -131,10 +131,7 @@ RoundInputs = tuple[Tensor, Tensor, Tensor, Tensor]
 ExtendInputs = tuple[Tensor, Tensor, Tensor]
 
 
-def _round_inputs_meta(
-    slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
-    last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
-) -> RoundInputs:  # fmt: skip
+def _round_inputs_meta(slots: Tensor, drafts: Tensor) -> RoundInputs:
     tokens = slots.shape[0] * (drafts.shape[1] + 1)
     token_ids, positions, slot_mapping = (slots.new_empty(tokens) for _ in range(3))
     return token_ids, positions, slot_mapping, slots.new_empty(slots.shape[0])
@@ -144,7 +141,7 @@ def launch_round_inputs(
     slots: Tensor, drafts: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     last_token: Tensor, page_table: Tensor, page_size: int, tables: Tensor | None = None,
 ) -> RoundInputs:  # fmt: skip
-    out = _round_inputs_meta(slots, drafts, length, max_length, status, last_token, page_table, page_size)
+    out = _round_inputs_meta(slots, drafts)
     width = drafts.shape[1] + 1
     _round_inputs_kernel[(slots.shape[0],)](
         slots, slots if tables is None else tables, drafts.contiguous(),
@@ -155,10 +152,7 @@ def launch_round_inputs(
     return out
 
 
-def _extend_inputs_meta(
-    slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
-    page_size: int, num_tokens: int,
-) -> ExtendInputs:  # fmt: skip
+def _extend_inputs_meta(slots: Tensor, num_tokens: int) -> ExtendInputs:
     return slots.new_empty(num_tokens), slots.new_empty(num_tokens), slots.new_empty(slots.shape[0])
 
 
@@ -166,7 +160,7 @@ def launch_extend_inputs(
     slots: Tensor, query_start: Tensor, start: Tensor, page_table: Tensor,
     page_size: int, num_tokens: int,
 ) -> ExtendInputs:  # fmt: skip
-    out = _extend_inputs_meta(slots, query_start, start, page_table, page_size, num_tokens)
+    out = _extend_inputs_meta(slots, num_tokens)
     rows = slots.shape[0]
     _extend_inputs_kernel[(max(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), 1),)](
         slots, query_start, start, page_table, *out, page_table.stride(0), rows, num_tokens,
@@ -175,18 +169,11 @@ def launch_extend_inputs(
     return out
 
 
-def _commit_meta(
-    tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
-    status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
-) -> Tensor:  # fmt: skip
-    return tokens.new_empty(tokens.shape[0], tokens.shape[1] + 2)
-
-
 def launch_commit(
     tokens: Tensor, drafts: Tensor, slots: Tensor, length: Tensor, max_length: Tensor,
     status: Tensor, last_token: Tensor, stop_ids: Tensor, history: Tensor,
 ) -> Tensor:  # fmt: skip
-    result = _commit_meta(tokens, drafts, slots, length, max_length, status, last_token, stop_ids, history)
+    result = tokens.new_empty(tokens.shape[0], tokens.shape[1] + 2)
     rows, width = tokens.shape
     _commit_kernel[(rows,)](
         tokens.contiguous(), drafts.contiguous(), slots, length, max_length, status, last_token, stop_ids, history,
@@ -292,7 +279,7 @@ def extend_inputs(
     return positions, slot_mapping, start + query_start.diff()
 
 
-@op(cuda=launch_commit, shape=lambda tokens, *_: (tokens.shape[0], tokens.shape[1] + 2))
+@op(cuda=launch_commit, shape=lambda tokens: (tokens.shape[0], tokens.shape[1] + 2))
 def commit(
     tokens: Tensor, drafts: Tensor, slots: Tensor, length: Mutated[Tensor], max_length: Tensor,
     status: Mutated[Tensor], last_token: Mutated[Tensor], stop_ids: Tensor, history: Mutated[Tensor],

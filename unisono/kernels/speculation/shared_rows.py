@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.kernels.library import AotCase, Mutated, SymbolicInt, ints, one_stride, op
+from unisono.kernels.library import AotCase, Mutated, SymbolicInt, empty_like, ints, one_stride, op
 from unisono.types import FinishReason
 
 RUNNING = tl.constexpr(int(FinishReason.RUNNING))
@@ -150,17 +150,7 @@ def launch_share_drafts(
     return widths
 
 
-def _share_drafts_meta(
-    drafts: Tensor, rates: Tensor, slots: Tensor, length: Tensor, max_length: Tensor, status: Tensor, tokens: int,
-    drafted: Tensor, found: Tensor,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(slots)
-
-
-def _shared_inputs_meta(
-    slots: Tensor, drafts: Tensor, widths: Tensor, length: Tensor, last_token: Tensor, page_table: Tensor,
-    page_size: int, tokens: int,
-) -> SharedInputs:  # fmt: skip
+def _shared_inputs_meta(slots: Tensor, drafts: Tensor, tokens: int) -> SharedInputs:
     rows, k = drafts.shape
     sizes = (tokens, tokens, tokens, rows, rows + 1, tokens, rows * (k + 1), rows * (k + 1))
     return SharedInputs(*(slots.new_empty(size) for size in sizes))
@@ -170,7 +160,7 @@ def launch_shared_inputs(
     slots: Tensor, drafts: Tensor, widths: Tensor, length: Tensor, last_token: Tensor, page_table: Tensor,
     page_size: int, tokens: int,
 ) -> SharedInputs:  # fmt: skip
-    out = _shared_inputs_meta(slots, drafts, widths, length, last_token, page_table, page_size, tokens)
+    out = _shared_inputs_meta(slots, drafts, tokens)
     rows, k = drafts.shape
     _shared_inputs_kernel[(rows + 1,)](
         slots, drafts, widths, length, last_token, page_table, *out,
@@ -181,7 +171,7 @@ def launch_shared_inputs(
     return out
 
 
-@op(cuda=launch_share_drafts, meta=_share_drafts_meta)
+@op(cuda=launch_share_drafts, meta=lambda slots: empty_like(slots))
 def share_drafts(
     drafts: Mutated[Tensor], rates: Tensor, slots: Tensor, length: Tensor, max_length: Tensor, status: Tensor,
     tokens: int, drafted: Mutated[Tensor], found: Mutated[Tensor],

@@ -156,10 +156,7 @@ def _best_path_kernel(
     tl.store(drafted + r, tl.sum(count))
 
 
-def _fork_meta(
-    page_table: Tensor, slots: Tensor, length: Tensor, status: Tensor, paths: int, pages: int, first_page: int,
-    page_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _fork_meta(slots: Tensor, paths: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     owners, tables, sources, first, last = (slots.new_empty(slots.shape[0] * paths) for _ in range(5))
     return owners, tables, sources, first, last
 
@@ -169,7 +166,7 @@ def launch_fork_paths(
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Triton implementation of :func:`fork_paths`."""
-    out = _fork_meta(page_table, slots, length, status, paths, pages, first_page, page_size)
+    out = _fork_meta(slots, paths)
     _fork_kernel[(slots.shape[0] * paths,)](
         page_table, slots, length, status, *out,
         one_stride(length, status), page_table.stride(0), length.shape[0], first_page, paths, pages,
@@ -189,7 +186,7 @@ def launch_copy_span(
     )  # fmt: skip
 
 
-def _best_meta(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
+def _best_meta(sampled: Tensor, paths: int) -> Best:
     rows, width = sampled.shape[0] // paths, sampled.shape[1]
     best, at, drafted = (sampled.new_empty(rows) for _ in range(3))
     return Best(best, at, sampled.new_empty(rows, width), sampled.new_empty(rows, width - 1), drafted)
@@ -197,7 +194,7 @@ def _best_meta(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> B
 
 def launch_best_path(sampled: Tensor, drafts: Tensor, tables: Tensor, paths: int) -> Best:
     """Triton implementation of :func:`best_path`."""
-    out, width = _best_meta(sampled, drafts, tables, paths), sampled.shape[1]
+    out, width = _best_meta(sampled, paths), sampled.shape[1]
     _best_path_kernel[(sampled.shape[0] // paths,)](
         sampled.contiguous(), drafts.contiguous(), tables, *out, paths, width,
         BLOCK_P=triton.next_power_of_2(paths), BLOCK_W=triton.next_power_of_2(width), num_warps=1,

@@ -76,9 +76,7 @@ def launch_stash(ring: Tensor, slots: Tensor, result: Tensor, length: Tensor, so
     )  # fmt: skip
 
 
-def _take_unobserved_meta(
-    observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _take_unobserved_meta(slots: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = slots.shape[0]
     return slots.new_empty(rows, width + 2), slots.new_empty(rows, width), slots.new_empty(rows * width)
 
@@ -87,7 +85,7 @@ def launch_take_unobserved(
     observed: Tensor, slots: Tensor, length: Tensor, history: Tensor, width: int, lag: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Triton implementation of :func:`take_unobserved`."""
-    result, sampled, rows = _take_unobserved_meta(observed, slots, length, history, width, lag)
+    result, sampled, rows = _take_unobserved_meta(slots, width)
     _take_unobserved_kernel[(slots.shape[0],)](
         observed, slots, length, history, result, sampled, rows, length.stride(0), history.stride(0), width, lag,
         BLOCK_W=triton.next_power_of_2(width), num_warps=1,

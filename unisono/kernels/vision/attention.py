@@ -135,7 +135,7 @@ def launch_segment_attention(
     return out
 
 
-@op(cuda=launch_segment_attention, shape=lambda qkv, *_: (qkv.shape[0], qkv.shape[1] // 3))
+@op(cuda=launch_segment_attention, shape=lambda qkv: (qkv.shape[0], qkv.shape[1] // 3))
 def segment_attention(qkv: torch.Tensor, bounds: torch.Tensor, num_heads: int, scale: float) -> torch.Tensor:
     """Compute ``softmax(scale · q kᵀ) v`` of each head within each row's segment: [P, W] in qkv's dtype.
 

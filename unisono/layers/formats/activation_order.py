@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from unisono.kernels import rms_norm
-from unisono.layers.formats.base import WHOLE_PROJECTION, LinearLayer, StoredTensor, TensorLayout
+from unisono.layers.formats.base import WHOLE_PROJECTION, LinearLayer, NormsAfter, StoredTensor, TensorLayout
 from unisono.layers.formats.int4 import GPTQ
 from unisono.layers.formats.int8 import GPTQ8
 from unisono.types import CheckpointError
 
 
 @dataclass(frozen=True)
-class ActivationOrder:
+class ActivationOrder(NormsAfter):
     """Weights of GPTQ with permuted inputs. The parameter ``g_idx`` [projections, K] has the inputs in sorted order."""
 
     weights: GPTQ | GPTQ8
@@ -54,12 +53,6 @@ class ActivationOrder:
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         made: Any = layer
         return self.weights.linear(layer, x.index_select(1, made.g_idx[0]), residual)
-
-    def linear_norm(
-        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = self.linear(layer, x, residual)
-        return total, rms_norm(total, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
         """Proof of the weights; the order of inputs is the same in all kernels."""

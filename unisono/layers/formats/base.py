@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.kernels import exact_blas, linear, linear_norm
+from unisono.kernels import exact_blas, linear, linear_norm, rms_norm
 from unisono.types import CheckpointError, ConfigError
 
 FLOATS = ("F32", "F16", "BF16")
@@ -377,6 +377,21 @@ class WeightFormat(Protocol):
     def rehearse(self, layer: LinearLayer) -> None:
         """Launch the kernels of :meth:`prove` and ignore the results, to compile them ahead of time."""
         ...
+
+
+class NormsAfter:
+    """Base of formats without a fused product and norm."""
+
+    def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """See :meth:`WeightFormat.linear`."""
+        raise NotImplementedError
+
+    def linear_norm(
+        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`WeightFormat.linear_norm`."""
+        total = self.linear(layer, x, residual)
+        return total, rms_norm(total, weight, eps)
 
 
 @dataclass(frozen=True)

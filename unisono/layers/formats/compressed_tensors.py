@@ -16,8 +16,8 @@ from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.layers.formats.fp8 import BlockFp8, RowFp8
 from unisono.layers.formats.int4 import PackedInt4
 from unisono.layers.formats.int8 import Int8, PackedInt8
+from unisono.layers.formats.module_patterns import targeted
 from unisono.layers.formats.nvfp4 import NVFP4
-from unisono.layers.formats.quantization_config import targeted
 
 
 def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:

@@ -119,7 +119,7 @@ class PlainExperts:
         return stored
 
     def tile(self, stack: ExpertWeights, pairs: int, experts: int) -> int:
-        return expert_tile(pairs, experts, stack.weight, plain=_is_plain(stack))
+        return expert_tile(pairs, experts, stack.weight, _is_plain(stack), stack.gated)
 
     def prove(self, gate_up: ExpertWeights, down: ExpertWeights, experts: int, top_k: int) -> bool:
         """See :data:`unisono.kernels.moe.experts.exact_experts`; False where the experts have more than weights."""

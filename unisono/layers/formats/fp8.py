@@ -36,7 +36,7 @@ from unisono.layers.formats.base import (
     WeightFormat,
 )
 from unisono.layers.formats.experts_quantised import Fp8Experts
-from unisono.layers.formats.quantization_config import named
+from unisono.layers.formats.module_patterns import named
 
 STORED_E4M3 = StoredTensor(E4M3, ("F8_E4M3",))
 

@@ -12,7 +12,7 @@ from unisono.layers.formats.activation_order import ActivationOrder
 from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.layers.formats.int4 import AWQ, GPTQ
 from unisono.layers.formats.int8 import GPTQ8
-from unisono.layers.formats.quantization_config import named
+from unisono.layers.formats.module_patterns import named
 
 
 def read(config: Mapping[str, Any]) -> Callable[[str], WeightFormat]:

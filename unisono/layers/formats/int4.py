@@ -27,11 +27,10 @@ from typing import Any
 import torch
 
 from unisono.config.preflight.quantization import check_awq
-from unisono.kernels import rms_norm
 from unisono.kernels.gemm.int4 import int4_linear, prove_int4, rehearse_int4
-from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
+from unisono.layers.formats.base import FLOATS, PLAIN, LinearLayer, NormsAfter, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import Int4Experts
-from unisono.layers.formats.quantization_config import named
+from unisono.layers.formats.module_patterns import named
 from unisono.types import CheckpointError
 
 EACH = 8
@@ -69,7 +68,7 @@ def packed_pairs(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Int4:
+class Int4(NormsAfter):
     """Shared part of the 4-bit formats. group: inputs that share a scale, -1 for all. Subclasses name and read the
     tensors."""
 
@@ -85,12 +84,6 @@ class Int4:
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return int4_linear(x, *self.operands(layer), layer.bias, residual)
-
-    def linear_norm(
-        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = self.linear(layer, x, residual)
-        return total, rms_norm(total, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
         """See :func:`unisono.kernels.gemm.int4.prove_int4`."""

@@ -19,13 +19,20 @@ from typing import Any
 
 import torch
 
-from unisono.kernels import rms_norm
 from unisono.kernels.gemm.fp8_quantize import INT8_ROWS
 from unisono.kernels.gemm.int8 import exact_int8_rows, int8_linear
 from unisono.kernels.gemm.int8_weights import int8_weight_linear, prove_int8_weight, rehearse_int8_weight
 from unisono.kernels.norm.rms_norm import rms_norm_fp8
 from unisono.layers.activations import Activations, InputFormat, Operand
-from unisono.layers.formats.base import FLOATS, ONE_VALUE, WHOLE_PROJECTION, LinearLayer, StoredTensor, TensorLayout
+from unisono.layers.formats.base import (
+    FLOATS,
+    ONE_VALUE,
+    WHOLE_PROJECTION,
+    LinearLayer,
+    NormsAfter,
+    StoredTensor,
+    TensorLayout,
+)
 from unisono.layers.formats.experts_quantised import Int8Experts, IntegerExperts
 from unisono.layers.formats.int4 import check_order
 
@@ -35,21 +42,8 @@ EACH = 4
 BY_OUTPUT = TensorLayout(lambda outputs, inputs: ((outputs, 1), (outputs,)), dim=0)
 
 
-class _Normed:
-    """``linear_norm`` as a product and a norm."""
-
-    def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        raise NotImplementedError
-
-    def linear_norm(
-        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = self.linear(layer, x, residual)
-        return total, rms_norm(total, weight, eps)
-
-
 @dataclass(frozen=True)
-class Int8(_Normed):
+class Int8(NormsAfter):
     """int8 weight [N, K] and a scale per output, int8 activations.
 
     by_projection: the checkpoint has one scale for all outputs of a projection. fixed: it has one for the activations,
@@ -121,7 +115,7 @@ class Int8(_Normed):
             exact_int8_rows.rehearse(layer.weight, made.weight_scale, layer.dtype)
 
 
-class _Weights8(_Normed):
+class _Weights8(NormsAfter):
     """W8A16. Subclasses name and read the tensors."""
 
     group: int

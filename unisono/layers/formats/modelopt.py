@@ -14,8 +14,8 @@ from typing import Any
 from unisono.config.preflight.quantization import check_modelopt
 from unisono.layers.formats.base import PLAIN, WeightFormat
 from unisono.layers.formats.fp8 import RowFp8
+from unisono.layers.formats.module_patterns import named
 from unisono.layers.formats.nvfp4 import NVFP4
-from unisono.layers.formats.quantization_config import named
 
 FORMATS: Mapping[str, WeightFormat] = {
     "FP8": RowFp8(True, "input_scale"),

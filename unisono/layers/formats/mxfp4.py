@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from unisono.kernels import exact_blas, linear, rms_norm
+from unisono.kernels import exact_blas, linear
 from unisono.kernels.moe.mxfp4 import GROUP, decode
-from unisono.layers.formats.base import PLAIN, LinearLayer, StoredTensor, TensorLayout, WeightFormat
+from unisono.layers.formats.base import PLAIN, LinearLayer, NormsAfter, StoredTensor, TensorLayout, WeightFormat
 from unisono.layers.formats.experts_quantised import MXFP4Experts
-from unisono.layers.formats.quantization_config import named
+from unisono.layers.formats.module_patterns import named
 from unisono.types import CheckpointError
 
 NOT_A_NUMBER = 255
@@ -36,7 +36,7 @@ def _groups(inputs: int) -> int:
 
 
 @dataclass(frozen=True)
-class MXFP4:
+class MXFP4(NormsAfter):
     """Format of experts' projections; a linear layer decodes its weight in every call."""
 
     name: str = "MXFP4"
@@ -63,12 +63,6 @@ class MXFP4:
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return linear(x, decode(*self.operands(layer), x.dtype), layer.bias, residual)
-
-    def linear_norm(
-        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = self.linear(layer, x, residual)
-        return total, rms_norm(total, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
         return exact_blas.prove(decode(*self.operands(layer), layer.dtype))

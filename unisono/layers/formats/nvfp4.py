@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from unisono.kernels import rms_norm
 from unisono.kernels.gemm.nvfp4 import GROUP, nvfp4_linear, prove_nvfp4, rehearse_nvfp4
-from unisono.layers.formats.base import FLOATS, ONE_VALUE, LinearLayer, StoredTensor, TensorLayout
+from unisono.layers.formats.base import FLOATS, ONE_VALUE, LinearLayer, NormsAfter, StoredTensor, TensorLayout
 from unisono.layers.formats.experts_quantised import NVFP4Experts
 from unisono.types import CheckpointError
 
@@ -47,7 +46,7 @@ def _groups(inputs: int) -> int:
 
 
 @dataclass(frozen=True)
-class NVFP4:
+class NVFP4(NormsAfter):
     """Weights of a linear layer or of experts. input_kind: name of a calibrated scale of activations, if there is one.
 
     divides: the projection's number divides values.
@@ -101,12 +100,6 @@ class NVFP4:
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return nvfp4_linear(x, *self.operands(layer), layer.bias, residual)
-
-    def linear_norm(
-        self, layer: LinearLayer, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = self.linear(layer, x, residual)
-        return total, rms_norm(total, weight, eps)
 
     def prove(self, layer: LinearLayer) -> bool:
         """See :func:`unisono.kernels.gemm.nvfp4.prove_nvfp4`."""

@@ -116,7 +116,7 @@ class ExpertsSpec:
         )
         made.weighs_inputs = self.weighs_inputs
         if share.order:
-            made.place(share.order)
+            made.set_placement(share.order)
         return made
 
     def _shared(self) -> MLPSpec | PlainMLPSpec:

@@ -20,6 +20,7 @@ from unisono.kv.specs import Recurrent, Remembered
 from unisono.kv.store import RecurrentView
 from unisono.layers.activations import Activations, gated_norm
 from unisono.layers.formats.base import PLAIN, WHOLE, PartOf, Share
+from unisono.layers.linear import EndsInLinear
 from unisono.models.load.build import Builder, require
 
 HEAD_SIZES = (16, 32, 64, 128)
@@ -86,7 +87,7 @@ def recurrent_share(ranks: Ranks, channels: tuple[int, int], key_heads: int) -> 
     return Share(ranks.index, ranks.count, (keys, keys, values), (of_keys, of_keys, ranks.count))
 
 
-class GatedDelta(nn.Module):
+class GatedDelta(EndsInLinear):
     """Projections, convolution, gated delta rule, gated norm.
 
     ``in_proj`` has the projections qkv, z, b and a. If qkv and z are quantised, ``gates`` has b and a. A_log, dt_bias
@@ -181,17 +182,6 @@ class GatedDelta(nn.Module):
         qkv, gates = causal_conv(u, self.conv.weight, ba, self.A_log, self.dt_bias, *conv, *where, starts)
         kept = state.snapshot["state"], state.inputs["kv"], state.inputs["gates"]
         return gated_delta(qkv, gates, *kept, *where, starts)
-
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
-        return self.o.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        """``o(y)``."""
-        out: torch.Tensor = self.o(y)
-        return out
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

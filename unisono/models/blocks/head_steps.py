@@ -86,8 +86,8 @@ class HeadLayerNorm(nn.Module):
         """Plain formula in x's dtype: the tests' oracle."""
         return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight.to(x.dtype)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
-        """See :meth:`RMSNorm.places`."""
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """See :meth:`RMSNorm.weight_targets`."""
         if not self.apart:
             yield "weight", OrderedColumns(self.weight, tuple(self.weight.shape), order=self.order)
             return

@@ -22,6 +22,7 @@ from unisono.kv.specs import Recurrent, Remembered
 from unisono.kv.store import RecurrentView
 from unisono.layers.activations import Activations, gated_norm
 from unisono.layers.formats.base import PLAIN, WHOLE, Slices, WeightTarget
+from unisono.layers.linear import EndsInLinear
 from unisono.models.blocks.gated_delta import HEAD_SIZES, _parameter, _unit, _Weight, recurrent_share
 from unisono.models.load.build import Builder, require
 
@@ -64,7 +65,7 @@ class KimiDeltaSpec:
         return KimiDelta(self, builder)
 
 
-class KimiDelta(nn.Module):
+class KimiDelta(EndsInLinear):
     """See :class:`KimiDeltaSpec`. A mixer with recurrent state (``models/blocks/layers.py``)."""
 
     def __init__(self, spec: KimiDeltaSpec, builder: Builder) -> None:
@@ -156,17 +157,6 @@ class KimiDelta(nn.Module):
         kept = state.snapshot["state"], state.inputs["kv"], state.inputs["gates"]
         return kimi_delta(qkv, gates, *kept, *where, starts)
 
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
-        return self.o.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        """``o(y)``."""
-        out: torch.Tensor = self.o(y)
-        return out
-
 
 class KimiTaps(_Weight):
     """Taps of the convolutions over queries, keys and values, which a checkpoint stores as three tensors [C, 1, J]."""
@@ -179,7 +169,7 @@ class KimiTaps(_Weight):
         taps = self.weight.data.permute(2, 1, 0).contiguous()
         self.weight.data = taps.permute(2, 1, 0)  # a tap's channels are contiguous, as the kernel reads them
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name, target) of each part."""
         part = None if self.share == WHOLE else Slices(0, self.share.runs(self.whole[0]))
         for name, rows in zip(PARTS, self.weight.data.chunk(3), strict=True):
@@ -195,7 +185,7 @@ class KimiDecay(nn.Module):
         of_rank = torch.float32, builder.device, builder.share
         self.A_log, self.dt_bias = (_parameter((size,), *of_rank) for size in self.sizes)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name, target) of both tensors."""
         heads, channels = self.sizes
         parts = [None if self.share == WHOLE else Slices(dim, self.share.runs(size)) for dim, size in

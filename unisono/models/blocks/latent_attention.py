@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from unisono.attention.base import KV, AttentionOptions
 from unisono.attention.context import ForwardContext
@@ -28,6 +27,7 @@ from unisono.kernels.gemm.fp8_quantize import E4M3
 from unisono.kv.specs import PAGE_SIZE, Paged
 from unisono.layers.activations import Activations, common_input_format
 from unisono.layers.formats.base import WHOLE
+from unisono.layers.linear import EndsInLinear
 from unisono.layers.norm import RMSNorm
 from unisono.layers.rotary import RotarySpec
 from unisono.models.blocks.head_steps import HeadStepsSpec
@@ -101,7 +101,7 @@ class LatentSpec:
         return LatentAttention(self, builder)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(EndsInLinear):
     """See :class:`LatentSpec`. A mixer (``models/blocks/layers.py``)."""
 
     def __init__(self, spec: LatentSpec, builder: Builder) -> None:
@@ -179,17 +179,6 @@ class LatentAttention(nn.Module):
         out = sums.new_empty(len(sums), spec.num_heads, spec.value_dim)
         head_product(sums.view(len(sums), spec.num_heads, -1), self.kv_b.values, out)
         return out.flatten(1) if token_ranks is None else self.ranks.gather_tokens(out.flatten(1), token_ranks)
-
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
-        return self.o.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        """``o(y)``."""
-        out: torch.Tensor = self.o(y)
-        return out
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """Plain attention with expanded keys in x's dtype over one text, x [T, H] -> [T, H]: the tests' oracle."""

@@ -63,7 +63,7 @@ class UpProjections(nn.Module):
         _, keys, values, _ = self.sizes
         return ((self.first * (keys + values), (self.first + len(self.keys)) * (keys + values)),)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Yield (name, target) of the weight and of its scales, and forget tensors of an unfinished read."""
         self._read = {}
         heads, keys, values, latent = self.sizes

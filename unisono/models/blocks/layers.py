@@ -26,6 +26,7 @@ from unisono.kernels.norm.activation import GATES
 from unisono.kv.specs import ALL, PAGE_SIZE, Paged, Tree
 from unisono.layers.activations import Activations, InputFormat, common_input_format, consumers_of, plain, sigmoid_gated
 from unisono.layers.formats.base import WHOLE, PartOf, Share
+from unisono.layers.linear import EndsInLinear
 from unisono.layers.mlp import GatedMLP
 from unisono.layers.norm import Factor, FusesNorms, RMSNorm, add_normed, scaled_sum
 from unisono.layers.rotary import RotarySpec
@@ -194,7 +195,7 @@ class AttentionSpec:
         return Attention(self, builder)
 
 
-class Attention(nn.Module):
+class Attention(EndsInLinear):
     """Attention block: merged qkv; optional head norms, rotary and cache write in one op; paged attention."""
 
     def __init__(self, spec: AttentionSpec, builder: Builder) -> None:
@@ -256,15 +257,6 @@ class Attention(nn.Module):
         out = plain(self._attend(q, context.queries, kv))
         gates = qkv if context.last_tokens is None else context.last_tokens.select(qkv)
         return sigmoid_gated(out, gates, q.shape[1], self.o.input_format)
-
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        return self.o.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        out: torch.Tensor = self.o(y)
-        return out
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         """Plain attention in x's dtype over one text from its start, x [T, H] -> [T, H]: the tests' oracle."""

@@ -24,6 +24,7 @@ from unisono.kv.specs import Recurrent, Remembered
 from unisono.kv.store import RecurrentView
 from unisono.layers.activations import Activations, OfAllRanks
 from unisono.layers.formats.base import WHOLE, Share
+from unisono.layers.linear import EndsInLinear
 from unisono.models.blocks.gated_delta import HEAD_SIZES, _parameter, _Weight, recurrent_share
 from unisono.models.blocks.layers import LayerSpec
 from unisono.models.load.build import Builder, require
@@ -113,7 +114,7 @@ def mamba2_rows(mixer: str) -> dict[str, Callable[[LayerSpec], torch.Tensor]]:
     }
 
 
-class Mamba2(nn.Module):
+class Mamba2(EndsInLinear):
     """Projection, convolution, recurrence, gated norm. A mixer with recurrent state (``models/blocks/layers.py``).
 
     A_log, D, dt_bias and the norm's weight are fp32.
@@ -216,14 +217,3 @@ class Mamba2(nn.Module):
         cbx, gates = mamba_conv(cbx, *weights, state.snapshot["conv"], state.inputs["conv"], *where, starts)
         kept = state.snapshot["state"], state.inputs["bx"], state.inputs["gates"]
         return mamba2(cbx, gates, self.D, *kept, *where, starts)
-
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
-        return self.o.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        """``o(y)``."""
-        out: torch.Tensor = self.o(y)
-        return out

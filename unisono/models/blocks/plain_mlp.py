@@ -14,7 +14,7 @@ from unisono.kernels.norm.activation import relu_squared
 from unisono.kernels.vision.activation import gelu
 from unisono.layers.activations import Activations
 from unisono.layers.formats.base import WHOLE
-from unisono.layers.linear import Linear
+from unisono.layers.linear import EndsInLinear, Linear
 from unisono.models.load.build import Builder, require
 
 ACTIVATIONS = ("relu2", "gelu_pytorch_tanh", "gelu", "xielu")
@@ -67,25 +67,10 @@ class Xielu(nn.Module):
         return (torch.where(value > 0, value * value * p, low) + value * beta).to(x.dtype)
 
 
-class ProjectsDown(nn.Module):
-    """The last product of an MLP. down: its layer."""
-
-    down: Linear
-
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """See :meth:`GatedMLP.project`."""
-        return self.down.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        """See :meth:`GatedMLP.output`."""
-        out: torch.Tensor = self.down(y)
-        return out
-
-
-class PlainMLP(ProjectsDown):
+class PlainMLP(EndsInLinear):
     """See :class:`PlainMLPSpec`. A feed-forward (``models/blocks/layers.py``). act: an activation with weights."""
+
+    last = "down"
 
     def __init__(self, up: Linear, down: Linear, activation: str, act: nn.Module | None = None) -> None:
         super().__init__()
@@ -138,8 +123,10 @@ class GeluGatedSpec:
         return GeluGatedMLP(gate_up, down)
 
 
-class GeluGatedMLP(ProjectsDown):
+class GeluGatedMLP(EndsInLinear):
     """See :class:`GeluGatedSpec`. A feed-forward (``models/blocks/layers.py``)."""
+
+    last = "down"
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         super().__init__()

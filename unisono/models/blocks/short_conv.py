@@ -19,6 +19,7 @@ from unisono.kernels.recurrent.short_conv import short_conv
 from unisono.kv.specs import Recurrent, Remembered
 from unisono.kv.store import RecurrentView
 from unisono.layers.activations import Activations
+from unisono.layers.linear import EndsInLinear
 from unisono.models.blocks.gated_delta import _Weight
 from unisono.models.load.build import Builder, require
 from unisono.types import ConfigError
@@ -51,7 +52,7 @@ class ShortConvSpec:
         return ShortConv(self, builder)
 
 
-class ShortConv(nn.Module):
+class ShortConv(EndsInLinear):
     """See :class:`ShortConvSpec`. A mixer with recurrent state (``models/blocks/layers.py``)."""
 
     def __init__(self, spec: ShortConvSpec, builder: Builder) -> None:
@@ -98,14 +99,3 @@ class ShortConv(nn.Module):
         assert context.recurrent is not None
         kept = state.snapshot["conv"], state.inputs["conv"]
         return short_conv(u, self.conv.weight, *kept, *context.recurrent.fields, context.query_start)
-
-    def project(
-        self, y: Activations, residual: torch.Tensor, norm: nn.Module | None
-    ) -> tuple[torch.Tensor, Activations]:
-        """(residual + ``o(y)``, ``norm`` of it); without a norm, the sum twice."""
-        return self.o.then_norm(y, residual, norm)
-
-    def output(self, y: Activations) -> torch.Tensor:
-        """``o(y)``."""
-        out: torch.Tensor = self.o(y)
-        return out

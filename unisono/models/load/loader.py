@@ -27,7 +27,7 @@ from unisono.models.load.quantization import KV_SCALE
 from unisono.models.load.slices import whole_name, with_slices
 from unisono.models.load.tensor_files import TensorInfo, read, tensor
 from unisono.models.load.update import WeightUpdate
-from unisono.models.load.weights import check, check_tensor, fill, places, tensor_name
+from unisono.models.load.weights import check, check_tensor, fill, tensor_name, weight_targets
 from unisono.models.vision.blocks import NORM_EPS
 from unisono.models.vision.tower import AnyTower, make_tower
 from unisono.types import CheckpointError, ConfigError
@@ -161,7 +161,7 @@ def tower_update(tower: AnyTower, checkpoint: Checkpoint) -> WeightUpdate:
     tensors, names = _tower_tensors(checkpoint), checkpoint.family.tower
     prefix = next((p for p in TOWER_PREFIXES if any(name.startswith(p) for name in tensors)), TOWER_PREFIXES[0])
     targets: dict[str, WeightTarget] = {}
-    for module, kind, place in places(tower):
+    for module, kind, place in weight_targets(tower):
         name = tensor_name(prefix + checkpoint_name(names, module), kind)
         rows = checkpoint.family.tower_rows_of(module, tower.config.tower)
         targets[name] = place if rows is None else Shared.of(name, place, rows, None)
@@ -191,7 +191,7 @@ def checkpoint_names(decoder: Decoder, family: Family, tensors: Container[str] =
             return False
 
     found: dict[str, WeightTarget] = {}
-    for module, kind, place in places(decoder, held):
+    for module, kind, place in weight_targets(decoder, held):
         if not (module == "lm_head" and decoder.config.tie_embeddings):
             name, rows = tensor_name(family.name(module, layers), kind), family.rows_of(module, layers)
             found[name] = place if rows is None else Shared.of(name, place, rows, found.get(name))

@@ -35,41 +35,41 @@ WeightTargets = Mapping[str, WeightTarget]
 
 
 @runtime_checkable
-class Placed(Protocol):
+class DeclaresTargets(Protocol):
     """A module that declares the targets of itself and of everything in it."""
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """(name inside the module, target) of each tensor that a checkpoint may hold."""
         ...
 
 
-def places(
+def weight_targets(
     root: nn.Module, held: Callable[[str, str], bool] = lambda module, kind: False
 ) -> Iterator[tuple[str, str, WeightTarget]]:
     """``(module, kind, target)`` of every checkpoint tensor of ``root``; :func:`tensor_name` makes names of them.
 
-    Entries of a module's own ``places()`` count as submodules: the projections of a merged linear layer, single
+    Entries of a module's own ``weight_targets()`` count as submodules: the projections of a merged linear layer, single
     experts.
 
     held: returns True if the checkpoint has the tensor of a module and kind. If a module can be stored in several
         forms, the targets are those of the first form of which it has one, else of the first.
     """
     for path, module in _owners(root, "", set()):
-        if not isinstance(module, Placed):
+        if not isinstance(module, DeclaresTargets):
             for kind, parameter in module.named_parameters(recurse=False):
-                yield path, kind, place_of(parameter)
+                yield path, kind, target_of(parameter)
             continue
         found = []
-        for inside, place in module.places():
+        for inside, target in module.weight_targets():
             part, _, kind = inside.rpartition(".")
-            found.append((".".join(filter(None, (path, part))), kind, place))
-        forms = list(dict.fromkeys(place.form for *_, place in found if place.form))
+            found.append((".".join(filter(None, (path, part))), kind, target))
+        forms = list(dict.fromkeys(target.form for *_, target in found if target.form))
         there = (form for form in forms if any(p.form == form and held(name, kind) for name, kind, p in found))
         form = next(there, forms[0] if forms else "")
         yield from (each for each in found if each[2].form in ("", form))
 
 
-def place_of(parameter: torch.Tensor) -> WeightTarget:
+def target_of(parameter: torch.Tensor) -> WeightTarget:
     """Target of a tensor that is stored as it is used, or of which a rank reads a part."""
     whole = part_of(parameter)
     if whole is None:
@@ -83,7 +83,7 @@ def _owners(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tupl
         return
     seen.add(module)
     yield path, module
-    if not isinstance(module, Placed):
+    if not isinstance(module, DeclaresTargets):
         for name, child in module.named_children():
             yield from _owners(child, f"{path}.{name}" if path else name, seen)
 
@@ -119,15 +119,15 @@ def check(
             raise CheckpointError(f"{info.file}: tensor {name} {list(info.shape)} is unexpected: {reason}.")
 
 
-def check_tensor(name: str, info: TensorInfo, place: WeightTarget) -> None:
+def check_tensor(name: str, info: TensorInfo, target: WeightTarget) -> None:
     """Raise CheckpointError unless a tensor has a shape and a dtype that its target accepts."""
-    if info.shape not in (place.shape, *place.also):
+    if info.shape not in (target.shape, *target.also):
         raise CheckpointError(
-            f"{info.file}: tensor {name} has shape {list(info.shape)}; config.json asks for {list(place.shape)}."
+            f"{info.file}: tensor {name} has shape {list(info.shape)}; config.json asks for {list(target.shape)}."
         )
-    if info.dtype not in place.accepts:
+    if info.dtype not in target.accepts:
         raise CheckpointError(
-            f"{info.file}: tensor {name} has dtype {info.dtype}; supported are {', '.join(place.accepts)}."
+            f"{info.file}: tensor {name} has dtype {info.dtype}; supported are {', '.join(target.accepts)}."
         )
 
 
@@ -143,8 +143,8 @@ def fill(
     tensors. device: where tensors are read to. progress: called with the fraction of elements loaded, 0 … 1, after each
     tensor, or after several small ones.
     """
-    sizes = {name: place.parameter.numel() for name, place in targets.items()}
-    parts = {name: place.part_of(tensors[name].shape) for name, place in targets.items()}
+    sizes = {name: target.parameter.numel() for name, target in targets.items()}
+    parts = {name: target.part_of(tensors[name].shape) for name, target in targets.items()}
     total, done, shown, lock = sum(sizes.values()), 0, 0.0, threading.Lock()
     inference = torch.is_inference_mode_enabled()  # other threads do not inherit it
 

@@ -75,7 +75,7 @@ class ClampedLinear(nn.Module):
         least, most, low, high = (getattr(self, name) for name in CLAMPS)
         return torch.clamp(self.linear(torch.clamp(x, least, most)), low, high)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The weight, and the bounds if there are any."""
         yield "linear.weight", WeightTarget(self.linear.weight, tuple(self.linear.weight.shape))
         for name in CLAMPS if self.clamped else ():
@@ -90,7 +90,7 @@ class Unnamed(nn.Module):
         weight = torch.zeros(shape, dtype=builder.dtype, device=builder.device)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The tensor."""
         yield "", WeightTarget(self.weight, tuple(self.weight.shape))
 

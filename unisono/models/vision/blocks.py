@@ -62,7 +62,7 @@ class PatchEmbedding(nn.Module):
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.proj(pixels)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The weight is stored as [W, channels, frames, height, width], or without frames."""
         weight = self.proj.weight
         yield "weight", _Flattened(weight, (len(weight), *self.kernel))
@@ -218,7 +218,7 @@ class PatchMerge(nn.Module):
         out: torch.Tensor = self.linear(x.view(-1, self.unit * self.width))
         return out
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The weight."""
         weight = self.linear.weight
         yield "weight", _ByPatch(weight, tuple(weight.shape), unit=self.unit)
@@ -245,7 +245,7 @@ class TransposedLinear(nn.Module):
         out: torch.Tensor = self.linear(x)
         return out
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The weight, which has no name inside the module."""
         weight = self.linear.weight
         yield "", _Transposed(weight, (weight.shape[1], weight.shape[0]))

@@ -63,7 +63,7 @@ class AxisPositions(nn.Module):
         row, column = at[:, 0], at[:, 1]
         return self.weight[:, 0].index_select(0, column) + self.weight[:, 1].index_select(0, row)
 
-    def places(self) -> Iterator[tuple[str, WeightTarget]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The tensor."""
         yield "", WeightTarget(self.weight, tuple(self.weight.shape))
 

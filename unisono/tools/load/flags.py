@@ -192,6 +192,8 @@ def sampling_flags(
 
 def engine_flags(
     model: Annotated[str, typer.Option(help="A checkpoint directory or a bundled name.")] = "tiny",
+    tokenizer: Annotated[str | None, typer.Option(help="As for `unisono serve`.")] = None,
+    hf_overrides: Annotated[str | None, typer.Option(help="As for `unisono serve`, JSON.")] = None,
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="As for `unisono serve`.")] = "auto",

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from unisono.cluster.heap import frozen_heap
-from unisono.config.preflight.model import check_model
+from unisono.config.preflight.model import MODEL_FLAGS, check_model, read_overrides
 from unisono.console.values import speculative, writable
 from unisono.tools.load import stall
 from unisono.tools.load.flags import command_line, environment, mix_of, scene_of
@@ -109,15 +109,16 @@ def throughput(
     cache is emptied before each run.
     """
     writable("--out", out)
-    names = ("quantization", "load_format", "tensor_parallel_size", "enable_dp_attention", "device")
-    check_model(engine["model"], **{name: engine[name] for name in names})
+    engine["hf_overrides"] = read_overrides("--hf-overrides", engine["hf_overrides"] or {})
+    check_model(engine["model"], **{name: engine[name] for name in MODEL_FLAGS})
     spec = speculative(speculative_config) if speculative_config else None
     if synthetic_acceptance_length is not None and spec is None:
         raise ConfigError("--synthetic-acceptance-length needs --speculative-config.")
     settings, seed = mix_of(mix)
     stalls, requests = scene_of(scene), []
     if stalls is None:
-        source = source_of([engine["model"]], settings.dataset_name in ("random", "prefix_repetition"))
+        as_ids = settings.dataset_name in ("random", "prefix_repetition")
+        source = source_of([engine["tokenizer"], engine["model"]], as_ids)
         requests = conversations(settings, source, seed)
     load = _Load(requests, stalls, seed, max_concurrency, repeats, ignore_eos, temperature)
     found = []

@@ -17,7 +17,7 @@ SHOWN = 3
 """Undivided layers listed by name."""
 
 
-def split_decisions(model: Decoder) -> Iterator[tuple[str, str, str]]:
+def rank_decisions(model: Decoder) -> Iterator[tuple[str, str, str]]:
     """(name, value, reason) of how a model is divided among its ranks."""
     ranks = model.builder.ranks
     divided = "products are divided by outputs, and no sum is"

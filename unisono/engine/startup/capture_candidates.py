@@ -232,7 +232,13 @@ def captured_lazily(buckets: Buckets, config: ResolvedConfig) -> Buckets:
     On a GPU the sizes lie a factor of two apart: fewer captures matter more than padding.
     """
     lazy = replace(
-        buckets, on_demand=True, measured=False, later=False, like=None, kept_ms=(0.0, 0.0), when_idle=frozenset()
+        buckets,
+        on_demand=True,
+        measured=False,
+        deferred=False,
+        cost_like=None,
+        kept_ms=(0.0, 0.0),
+        when_idle=frozenset(),
     )
     if config.device.type != "cuda":
         return lazy
@@ -287,9 +293,9 @@ def mixed_buckets(
             mode=config.graphs[mode_program(program.name)],
             passes=GPU_PASSES["mixed"] if gpu else CPU_PASSES["mixed"] / len(sizes),
             cost=None if gpu else CPU_COST,
-            like=("extend", 1) if gpu else None,
+            cost_like=("extend", 1) if gpu else None,
             on_demand=not gpu,
-            later=gpu,
+            deferred=gpu,
             kept_ms=_kept_ms(config),
             always=config.requested.graphs != "auto",
             share=SHARES["mixed"],
@@ -313,7 +319,7 @@ def score_buckets(program: Program, config: ResolvedConfig, features: Features) 
     buckets = buckets_of(program, config, 1, features)
     if not buckets.measured:
         return buckets
-    return replace(buckets, measured=False, later=True, like=("extend", 1))
+    return replace(buckets, measured=False, deferred=True, cost_like=("extend", 1))
 
 
 def own_buckets(own: OwnProgram, config: ResolvedConfig) -> Buckets:
