@@ -49,7 +49,10 @@ def tokens_in(info: Any) -> dict[str, list[int]]:
     counted = info.get("expert_tokens") if isinstance(info, dict) else None
     if not isinstance(counted, dict) or not counted:
         raise ConfigError("there are no expert_tokens: give the JSON of /server_info of a model with experts.")
-    return {path: [int(each) for each in tokens] for path, tokens in counted.items()}
+    for path, tokens in counted.items():
+        if not isinstance(tokens, list) or not all(isinstance(each, int) and each >= 0 for each in tokens):
+            raise ConfigError(f"expert_tokens of {path} are no list of whole numbers from 0 on.")
+    return counted
 
 
 def placement_of(info: Any, ranks: int) -> dict[str, tuple[int, ...]]:
