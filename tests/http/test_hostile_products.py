@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.http import tokenizers_
 from tests.http.fake_engine import FakeConfig, FakeEngine
-from tests.http.test_hostile_kinds import LISTS, largest
+from tests.http.largest_ import LISTS, largest
 from unisono.cluster import engine_process, ipc
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PreparedPrompt
 from unisono.frontend.sequence_output import SequenceOutput
