@@ -15,6 +15,7 @@ COUNT = 6
 SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_attention_heads": 6, "num_key_value_heads": 6},
     "minimax_m2": {},
+    "bailing_moe": {},
     "lfm2_moe": {"vocab_size": 264},
     "granitemoehybrid": {"vocab_size": 264, "mamba_n_groups": 1},  # the ranks share a group
     "nemotron_h": {"vocab_size": 264},
@@ -50,6 +51,17 @@ def test_a_module_of_latent_attention_changes_nothing(tmp_path: Path) -> None:
     alone = run(made.path, 1, COUNT, captures=1, speculative=spec("none"))
     found = same(made.path, alone, speculative=spec("mtp", num_speculative_tokens=3))
     assert found["replays"] > 0
+
+
+def test_a_module_of_ling_changes_nothing(tmp_path: Path) -> None:
+    """Packed projections of a module, whole experts on two ranks, and prefix hits."""
+    made = make_layer_mtp(tmp_path, "bailing_moe", num_hidden_layers=3)
+    alone = run(made.path, 1, COUNT, captures=1, speculative=spec("none"))
+    found = same(made.path, alone, **ROOMY, speculative=spec("mtp", num_speculative_tokens=3))
+    assert found["replays"] > 0
+    assert found["hits"] > 0
+    more = {"ranks": 2, "enable_expert_parallel": True}
+    same(made.path, alone, **more, speculative=spec("mtp", num_speculative_tokens=2))
 
 
 def test_a_module_of_nemotron_changes_nothing(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ ATTENTION = ("qkv.q", "qkv.k", "qkv.v", "o", "a.q", "a.q_a", "a.kv", "q_b")
 DENSE = ("gate_up.gate", "gate_up.up", "up", "down")
 
 DEFAULT = {
-    "ArceeForCausalLM", "CohereForCausalLM", "Glm4ForCausalLM", "Olmo2ForCausalLM", "OlmoeForCausalLM",
-    "Phi3ForCausalLM", "Starcoder2ForCausalLM", "deepseek_v3", "gemma4_text", "llama4_text",
+    "ArceeForCausalLM", "CohereForCausalLM", "Glm4ForCausalLM", "InternLM2ForCausalLM", "Olmo2ForCausalLM",
+    "OlmoeForCausalLM", "Phi3ForCausalLM", "Starcoder2ForCausalLM", "bailing_moe", "deepseek_v3", "gemma4_text",
+    "llama4_text",
 }  # fmt: skip
 """Cells of the default suite: each order of norms, packing of projections, feed-forward and mixer once.
 

@@ -198,6 +198,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+FAMILIES["bailing_moe"] = {
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 44,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
+FAMILIES["minicpm"] = {
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "scale_emb": 3,
+    "scale_depth": 1.1,
+    "dim_model_base": 48,
+    "tie_word_embeddings": False,
+}
+"""Families whose oracle is ``plain_decoder.py``."""
+
 _LATENT: dict[str, Any] = {
     "hidden_size": 72,
     "num_attention_heads": 5,

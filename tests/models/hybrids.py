@@ -14,6 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.models.make_plain import ARCHITECTURES
+from tests.models.plain_decoder import PlainDecoder
 from unisono.models.load.checkpoint import WEIGHTS
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -106,9 +108,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (family, fields of its config)."""
 
 
-def reference(directory: Path) -> torch.nn.Module:
-    """transformers' model of a checkpoint, in fp32."""
+def reference(directory: Path, length: int = 0) -> Any:
+    """transformers' model of a checkpoint, in fp32, or :class:`PlainDecoder` of one whose family it does not have.
+
+    length: see :class:`PlainDecoder`.
+    """
     config = json.loads((directory / "config.json").read_text())
+    if config["architectures"][0] in ARCHITECTURES.values():
+        return PlainDecoder(directory, length)
     kind = getattr(transformers, config["architectures"][0], transformers.AutoModelForCausalLM)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if "quantization_config" in config:

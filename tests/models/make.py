@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from tests.models.fields import BOS, COMMON, END, FAMILIES, HYBRIDS, OTHER_CLASSES, PAD, PIXTRAL, SEEING, TOWERS
+from tests.models.make_plain import ARCHITECTURES, write_plain
 from tests.models.quantised_writers import experts_in_mxfp4
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>")
@@ -72,6 +73,11 @@ def make_checkpoint(
             video_token_id=VIDEO,
         )
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    elif family in ARCHITECTURES:
+        write_plain(Path(directory), family, fields, seed, dtype)
+        if tokenizer:
+            make_tokenizer().save_pretrained(directory)
+        return Path(directory)
     elif family == "mistral3":
         tied = fields["tie_word_embeddings"]
         config = AutoConfig.for_model(family, text_config=fields, vision_config=PIXTRAL, tie_word_embeddings=tied)

@@ -18,6 +18,7 @@ from tests.models.fields import HYBRIDS
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
 from tests.models.make_mtp import norm
+from tests.models.plain_decoder import PlainDecoder
 from unisono.models.load.checkpoint import WEIGHTS
 
 
@@ -37,9 +38,14 @@ class LayerMTP:
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """(tokens [T], hidden [T, H] that predicted them) -> the module's normed output [T, H]."""
-        base, eps = self.model.model, self.eps
-        embedded = norm(base.get_input_embeddings()(tokens), self.around["enorm"], eps)
+        eps, plain = self.eps, isinstance(self.model, PlainDecoder)
+        embedded = self.model.embedded(tokens).float() if plain else self.model.model.get_input_embeddings()(tokens)
+        embedded = norm(embedded, self.around["enorm"], eps)
         x = torch.cat((embedded, norm(hidden, self.around["hnorm"], eps)), dim=1) @ self.around["eh_proj"].T
+        if plain:
+            out = self.model.layer(x.double(), self.model.config["num_hidden_layers"] - 1).float()
+            return norm(out, self.around["norm"], eps)
+        base = self.model.model
         positions = torch.arange(len(x))[None]
         mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
         angles = base.rotary_emb(x[None], positions) if hasattr(base, "rotary_emb") else None
@@ -65,7 +71,8 @@ def make_layer_mtp(directory: Path, family: str, **overrides: Any) -> LayerMTP:
     layers, hidden = raw["num_hidden_layers"] - 1, raw["hidden_size"]
     model = reference(path)
     around, eps = _around(hidden), raw["rms_norm_eps"]
-    tensors, names = load_file(path / WEIGHTS), {"norm": "shared_head.norm"}
+    tensors = load_file(path / WEIGHTS)
+    names = {"norm": "final_layernorm" if family == "bailing_moe" else "shared_head.norm"}
     tensors |= {f"model.layers.{layers}.{names.get(name, name)}.weight": tensor for name, tensor in around.items()}
     save_file(tensors, path / WEIGHTS)
     raw["num_hidden_layers"], raw["num_nextn_predict_layers"] = layers, 1

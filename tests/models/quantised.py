@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.models.make_plain import ARCHITECTURES
+from tests.models.plain_decoder import PlainDecoder
 from tests.models.quantised_writers import (
     Activations,
     Written,
@@ -233,11 +235,21 @@ LAYOUTS = {
 }
 
 
+PROJECTIONS = tuple(
+    f"{name}.weight"
+    for name in (
+        "_proj", "_proj_with_mqa", ".attention.query_key_value", ".attention.dense", ".attention.wqkv", ".attention.wo",
+        ".feed_forward.w1", ".feed_forward.w2", ".feed_forward.w3",
+    )
+)  # fmt: skip
+"""Ends of the names of weights that a layout stores."""
+
+
 def quantise(source: Path, target: Path, layout: Layout) -> dict[str, torch.Tensor]:
     """Write ``source`` with its projections in a layout; returns these weights in float64, by their modules' names."""
     shutil.copytree(source, target)
     tensors, values = load_file(source / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith(("_proj.weight", "_proj_with_mqa.weight"))]:
+    for name in [name for name in tensors if name.endswith(PROJECTIONS)]:
         module = name.removesuffix(".weight")
         if not any(plain in module for plain in layout.plain):
             stored, values[module] = layout.write(tensors.pop(name))
@@ -264,6 +276,10 @@ def reference(
     source: Path, values: dict[str, torch.Tensor], activations: Activations, tokens: list[int]
 ) -> torch.Tensor:
     """Logits [len(tokens), V] in float64 of ``source`` with these weights in place of its own."""
+    if json.loads((source / "config.json").read_text())["architectures"][0] in ARCHITECTURES.values():
+        plain = PlainDecoder(source)
+        plain.take(values, activations)
+        return plain(torch.tensor([tokens])).logits[0].double()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, attn_implementation="eager")
     for name, weight in values.items():
         old = model.get_submodule(name)

@@ -72,6 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
         },
     ),
+    "internlm2": ("InternLM2ForCausalLM", {"bias": False}),
+    "internlm2-biases": ("InternLM2ForCausalLM", {"bias": True, "num_key_value_heads": 6}),
     "internlm3": ("InternLM3ForCausalLM", {"head_dim": 20, "rope_parameters": YARN}),
     "internlm3-biases": ("InternLM3ForCausalLM", {"head_dim": 20, "qkv_bias": True, "bias": True}),
     "jais2": ("Jais2ForCausalLM", {"head_dim": 12}),

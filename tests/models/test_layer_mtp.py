@@ -15,6 +15,7 @@ from unisono.drafters.from_checkpoint import carried_bytes, carried_speculation
 from unisono.models.load.checkpoint import WEIGHTS
 
 CASES = {
+    "bailing_moe": {"num_hidden_layers": 3},
     "glm4_moe": {"num_hidden_layers": 3},
     "glm4_moe_lite": {"num_hidden_layers": 3},
     "deepseek_v3": {"num_hidden_layers": 3},

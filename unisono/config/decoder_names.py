@@ -31,6 +31,18 @@ OLMO2 = {
 }
 """Norms of outputs only."""
 
+INTERNLM2 = {
+    "embed": "model.tok_embeddings",
+    "layers.*.mixer_norm": LAYER + "attention_norm",
+    **{f"layers.*.mixer.qkv.{name}": LAYER + "attention.wqkv" for name in ("q", "k", "v")},
+    "layers.*.mixer.o": LAYER + "attention.wo",
+    "layers.*.feed_forward_norm": LAYER + "ffn_norm",
+    "layers.*.feed_forward.gate_up.gate": LAYER + "feed_forward.w1",
+    "layers.*.feed_forward.gate_up.up": LAYER + "feed_forward.w3",
+    "layers.*.feed_forward.down": LAYER + "feed_forward.w2",
+    "lm_head": "output",
+}
+
 PACKED = {
     "layers.*.feed_forward.gate_up.gate": LAYER + "mlp.gate_up_proj",
     "layers.*.feed_forward.gate_up.up": LAYER + "mlp.gate_up_proj",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.config.decoder_names import BIASED_FC, LAYER, OLMO2, PACKED, SANDWICHED, experts, shared
+from unisono.config.decoder_names import BIASED_FC, INTERNLM2, LAYER, OLMO2, PACKED, SANDWICHED, experts, shared
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class DecoderRow:
         LayerNorm of each head with weights of its own; "layer apart": these are one tensor a head.
     qkv_bias, o_bias, mlp_bias: switches. gated: the MLP has a gate. activation: of the MLP.
     windows: see ``Facts``. rotary: order of a head's rotated elements: "halves", "pairs" or "swapped" halves.
+    grouped: packed projections lie by KV head: its queries, its key, its value.
     unrotated: layers without rotation: "" for none; "list": zeros of ``no_rope_layers``; "full": all without a window;
         "full beside windows": these, if there is a window.
     rope_types: supported rope types beside the common ones; "alpha": ``dynamic`` with a fixed alpha; "mscale":
@@ -80,6 +81,7 @@ class DecoderRow:
     activation: str = "silu"
     windows: str = "none"
     rotary: str = "halves"
+    grouped: bool = False
     unrotated: str = ""
     rope_types: tuple[str, ...] = ()
     rope_by_type: bool = False
@@ -263,6 +265,16 @@ ROWS: Mapping[str, DecoderRow] = {
         },
         takes=_HUNYUAN_TAKES,
         **_HUNYUAN,
+    ),
+    "InternLM2ForCausalLM": DecoderRow(
+        ("internlm2",),
+        "InternLM2, 2.5 1.8B to 20B",
+        "queries, keys and values packed by KV head; dynamic rope",
+        qkv_bias=ConfigField("bias"),
+        o_bias=ConfigField("bias"),
+        rope_types=("dynamic",),
+        grouped=True,
+        names=INTERNLM2,
     ),
     "InternLM3ForCausalLM": DecoderRow(
         ("internlm3",),

@@ -170,7 +170,8 @@ class Family:
     read: transformers config -> DecoderConfig.
     names: module -> checkpoint module; ``*`` is the layer number, and after ``each`` a second one the expert's. A
         projection of a merged linear layer is named like a module in it (``layers.*.mixer.qkv.q``). ``.weight``,
-        ``.bias`` and the like carry over.
+        ``.bias`` and the like carry over. ``mtp.norm``: the last norm of an MTP module that is a layer after the
+        others, unless it has DeepSeek's name.
     rows: projection -> a function of its layer's spec that returns the rows of the checkpoint tensor that form the
         projection, in order, int64. Several projections may then share the rows of one checkpoint module.
     unread: name prefix of tensors that are not read -> reason.

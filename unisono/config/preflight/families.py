@@ -20,7 +20,8 @@ ANY = object()
 class Facts:
     """Values that an architecture's config.json may have.
 
-    model_types: values of ``model_type``. text_types: values of ``text_config.model_type``, if the config has one.
+    model_types: values of ``model_type``; None: it may be missing. text_types: values of ``text_config.model_type``, if
+    the config has one.
     takes: field of config.json -> ANY, or the values that the family computes; a field of ``formula.FORMULA`` that is
     missing here must be neutral. windows: "by layer": ``layer_types`` chooses sliding windows; "all": every layer has
     ``sliding_window``; "none": no layer has one. experts: layers may have experts. partial_rotary: a fraction of a head
@@ -29,7 +30,7 @@ class Facts:
     factors of cosines and sines.
     """
 
-    model_types: Sequence[str]
+    model_types: Sequence[str | None]
     text_types: Sequence[str] = ()
     takes: Mapping[str, Any] = field(default_factory=dict)
     windows: str = "none"
@@ -71,9 +72,11 @@ _DEEPSEEK = dict.fromkeys(
     ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "first_k_dense_replace", "n_shared_experts",
      "num_experts_per_tok", "num_local_experts", "scoring_func", "topk_method"), ANY
 )  # fmt: skip
+_NOT_LING = ("n_shared_experts", "norm_topk_prob", "num_local_experts", "scoring_func", "topk_method")
 _SHORT_CONV = dict.fromkeys(("layer_types", "conv_L_cache", "norm_eps"), ANY)
 _MAMBA2 = dict.fromkeys(("layer_types", "layers_block_type", "mamba_d_state", "mamba_expand"), ANY)
 _LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "rope_interleave"), ANY)
+_MUP = dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base"), ANY)
 _LLAMA4 = {
     **_BIASES, **_EXPERTS,
     **dict.fromkeys(
@@ -178,11 +181,14 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "LlamaForCausalLM": Facts(("llama",), takes={**_BIASES, "mlp_bias": ANY}, rope_types=("dynamic",)),
     "Llama4ForCausalLM": Facts(("llama4_text",), takes=_LLAMA4, experts=True),
     "Llama4ForConditionalGeneration": Facts(("llama4",), ("llama4_text",), _LLAMA4, experts=True),
+    "MiniCPMForCausalLM": Facts(
+        ("minicpm", None), takes={**_BIASES, **_MUP}, rope_types=("dynamic", "longrope")
+    ),
     "MiniCPM3ForCausalLM": Facts(
         ("minicpm3",),
         takes={
-            **_BIASES, **{n: v for n, v in _LATENT.items() if n != "rope_interleave"},
-            **dict.fromkeys(("mlp_bias", "scale_emb", "scale_depth", "dim_model_base"), ANY),
+            **_BIASES, **_MUP, "mlp_bias": ANY,
+            **{name: values for name, values in _LATENT.items() if name != "rope_interleave"},
         },
         rope_types=("longrope",),
     ),
@@ -259,6 +265,18 @@ ARCHITECTURES: Mapping[str, Facts] = {
     "Glm4MoeLiteForCausalLM": Facts(
         ("glm4_moe_lite",), takes={**_BIASES, **_DEEPSEEK, **_LATENT, "mlp_layer_types": ANY}, experts=True
     ),
+    "BailingMoeV2ForCausalLM": Facts(
+        ("bailing_moe", "bailing_moe_v2"),
+        takes={
+            **_EXPERTS, **{name: values for name, values in _DEEPSEEK.items() if name not in _NOT_LING},
+            **dict.fromkeys(
+                ("moe_router_enable_expert_bias", "num_shared_experts", "rotary_dim", "score_function", "use_bias",
+                 "use_qk_norm", "use_qkv_bias"), ANY
+            ),
+        },
+        experts=True,
+        partial_rotary=True,
+    ),
     "BambaForCausalLM": Facts(
         ("bamba",), takes={**_BIASES, **_MAMBA2, "attn_layer_indices": ANY, "mlp_bias": ANY}, partial_rotary=True
     ),
@@ -318,8 +336,36 @@ def _headless(architecture: str, decoder: str) -> Facts:
 ARCHITECTURES = {**ARCHITECTURES, **{name: _headless(name, decoder) for name, decoder in HEADLESS.items()}}
 """By ``architectures[0]``; the keys are those of ``catalog.models`` (a test compares them)."""
 
-READ_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""Model types that transformers does not know -> the one whose configuration has the same fields."""
+_LING: Mapping[str, Any] = {
+    "model_type": "llama", "first_k_dense_replace": 1, "head_dim": 128, "n_group": 8, "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1, "routed_scaling_factor": 1.0, "topk_group": 4, "use_bias": False, "use_qk_norm": True,
+    "use_qkv_bias": False,
+}  # fmt: skip
+
+READ_AS: Mapping[str, Mapping[str, Any]] = {
+    "bailing_moe": _LING,
+    "bailing_moe_v2": _LING,
+    "internlm2": {"model_type": "llama", "bias": True},
+    "kimi_k2": {"model_type": "deepseek_v3"},
+    "minicpm": {"model_type": "llama", "tie_word_embeddings": True},
+}
+"""Model types that transformers does not know -> the one whose configuration has their fields or keeps them, and their
+own defaults."""
+
+
+def read_as(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """config.json under a model type that transformers knows; None if it knows the file's own.
+
+    raw: config.json. A file without a model type has that of its architecture.
+    """
+    facts = ARCHITECTURES.get(str((raw.get("architectures") or [None])[0]))
+    kind = raw.get("model_type") or (facts.model_types[0] if facts else None)
+    known = READ_AS.get(str(kind))
+    if known is None:
+        return None
+    own = {name: value for name, value in raw.items() if name not in ("auto_map", "model_type")}
+    return {**known, **own}
+
 
 DRAFT_LAYERS: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",

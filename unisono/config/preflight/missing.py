@@ -7,7 +7,6 @@ from collections.abc import Mapping
 _ALIBI = "scores with a bias by distance (ALiBi)"
 _AUDIO = "an audio tower"
 _BLOCK_SPARSE = "sparse attention over blocks that an indexer chooses"
-_CLASS = "a class in transformers that its formula is compared with"
 _CROSS = "cross-attention to an encoder"
 _LEARNT = "learnt positions of a decoder"
 _LIGHTNING = "lightning attention"
@@ -20,7 +19,8 @@ _STREAMS = "parallel residual streams (AltUp)"
 _TOWER = "its vision tower"
 
 MISSING: Mapping[str, str] = {
-    "BailingMoeV2ForCausalLM": _CLASS,
+    "BailingMoeLinearV2ForCausalLM": _LIGHTNING,
+    "BailingMoeV2_5ForCausalLM": _LIGHTNING,
     "BartForConditionalGeneration": _CROSS,
     "BloomForCausalLM": _ALIBI,
     "DebertaV2ForSequenceClassification": _RELATIVE,
@@ -39,7 +39,6 @@ MISSING: Mapping[str, str] = {
     "Glm5NextForConditionalGeneration": _INDEXED,
     "GlmMoeDsaForCausalLM": _INDEXED,
     "Idefics3ForConditionalGeneration": _TOWER,
-    "InternLM2ForCausalLM": _CLASS,
     "InternVLForConditionalGeneration": _TOWER,
     "JambaForCausalLM": _MAMBA1,
     "LlavaForConditionalGeneration": _TOWER,
@@ -49,7 +48,6 @@ MISSING: Mapping[str, str] = {
     "MPNetModel": _RELATIVE,
     "MambaForCausalLM": _MAMBA1,
     "Mamba2ForCausalLM": "a model without attention",
-    "MiniCPMForCausalLM": _CLASS,
     "MiniMaxForCausalLM": _LIGHTNING,
     "MiniMaxM3SparseForCausalLM": _BLOCK_SPARSE,
     "MiniMaxM3SparseForConditionalGeneration": _BLOCK_SPARSE,

@@ -26,19 +26,22 @@ from unisono.models.blocks.latent_attention import LatentSpec
 from unisono.models.blocks.latent_experts import LatentExpertsSpec
 from unisono.models.blocks.layers import AttentionSpec, BlockSpec, LayerSpec, MLPSpec
 from unisono.models.blocks.one_block import ABSENT
-from unisono.models.config import DecoderConfig, Name, checkpoint_name
+from unisono.models.config import DecoderConfig, Family, Name, checkpoint_name
 from unisono.models.families.qwen3 import QWEN3
 from unisono.models.families.qwen3_5_moe import EXPERTS
 from unisono.models.load import weights
 from unisono.models.load.build import AttentionFactory, Builder, no_attention, plain
 from unisono.models.load.checkpoint import formats_in, read_tensors
-from unisono.models.load.loader import fill_randomly
+from unisono.models.load.loader import Shared, fill_randomly
 from unisono.models.load.tensor_files import TensorInfo
 from unisono.models.load.update import WeightUpdate, check_shared, require_all
 from unisono.types import CheckpointError
 
 LAYER = "layers.*."
 """Prefix of a decoder layer's modules."""
+
+MODULE = "mtp."
+"""Prefix of an MTP module's parts around its block in a family's names."""
 
 BLOCK: dict[str, Name] = {
     ours.removeprefix("layers.*."): str(theirs).removeprefix("model.layers.*.")
@@ -63,6 +66,7 @@ class MTPLayout:
     root: prefix of all modules' tensors and of no others.
     a_layer: the block is a decoder layer of the target, named as its family names one (:meth:`of`).
     within: names within the block.
+    rows: projection within the block -> the rows of its tensor that form it, by its layer's spec (``Family.rows``).
     halves: the block is two numbered layers, and the second one has the feed-forward and the module's last norm. A
         module's number is that of its first layer.
     """
@@ -74,18 +78,21 @@ class MTPLayout:
     a_layer: bool = False
     within: Mapping[str, Name] = field(default_factory=lambda: BLOCK)
     halves: bool = False
+    rows: Mapping[str, Callable[[LayerSpec], torch.Tensor]] = field(default_factory=dict)
 
     def of(self, architecture: str) -> MTPLayout:
         """The layout for a target of this architecture."""
         if not self.a_layer or architecture not in catalog.models:
             return self
-        names: Mapping[str, Name] = catalog.models.load(architecture).names
+        family: Family = catalog.models.load(architecture)
         within = dict(BLOCK)
-        for ours, theirs in names.items():
+        for ours, theirs in family.names.items():
             name = theirs if isinstance(theirs, str) else theirs.get(AttentionSpec)
             if ours.startswith(LAYER) and name is not None:
                 within[ours.removeprefix(LAYER)] = name.partition(LAYER)[2]
-        return replace(self, within=within)
+        own = {ours.removeprefix(MODULE): str(name) for ours, name in family.names.items() if ours.startswith(MODULE)}
+        rows = {ours.removeprefix(LAYER): of_layer for ours, of_layer in family.rows.items()}
+        return replace(self, names={**self.names, **own}, within=within, rows=rows)
 
     def name(self, module: str, number: int) -> str:
         """Checkpoint name of a module of ours in MTP module ``number``."""
@@ -113,8 +120,14 @@ class MTPLayout:
         def held(path: str, kind: str) -> bool:
             return path not in SHARED and named(path, kind) in tensors
 
-        found = weights.places(module, held)
-        return {named(path, kind): place for path, kind, place in found if path not in shared}
+        found: dict[str, WeightTarget] = {}
+        for path, kind, place in weights.places(module, held):
+            if path in shared:
+                continue
+            name, rows = named(path, kind), self.rows.get(path.removeprefix("layer."))
+            layer = module.config.layers[0]
+            found[name] = place if rows is None else Shared.of(name, place, rows(layer), found.get(name))
+        return found
 
     def numbers(self, tensors: Mapping[str, TensorInfo]) -> list[int]:
         """Numbers of the modules in the checkpoint, in order."""
@@ -397,14 +410,17 @@ def _block_config(
     if not isinstance(attention, AttentionSpec):
         raise CheckpointError(f"{directory}: the MTP module attends over heads; a {target.architecture} over latents.")
     dim, queries = attention.head_dim, shape("layer.mixer.o")[1]
+    of_queries, of_keys = shape("layer.mixer.qkv.q")[0], shape("layer.mixer.qkv.k")[0]
+    if layout.name("layer.mixer.qkv.q", number) == layout.name("layer.mixer.qkv.k", number):
+        of_queries, of_keys = queries, (of_queries - queries) // 2
     mixer = replace(
         attention,
         num_heads=queries // dim,
-        num_kv_heads=shape("layer.mixer.qkv.k")[0] // dim,
+        num_kv_heads=of_keys // dim,
         qkv_bias=has("layer.mixer.qkv.q", "bias"),
         o_bias=has("layer.mixer.o", "bias"),
         qk_norm=has("layer.mixer.q_norm"),
-        output_gate=shape("layer.mixer.qkv.q")[0] == 2 * queries,
+        output_gate=of_queries == 2 * queries,
     )
     down, router = "layer.feed_forward.down", "layer.feed_forward.router"
     feed_forward: BlockSpec

@@ -231,11 +231,16 @@ def _head_rows(row: DecoderRow, layer: LayerSpec, part: int, packed: bool) -> to
     assert isinstance(spec, AttentionSpec)
     counts = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
     first = sum(counts[:part]) if packed else 0
+    numbers = torch.arange(first, first + counts[part])
+    if row.grouped:
+        each = spec.num_heads // spec.num_kv_heads
+        by_group = torch.arange(sum(counts)).view(spec.num_kv_heads, each + 2)
+        numbers = (by_group[:, :each], by_group[:, each], by_group[:, each + 1])[part].flatten()
     turns = json.loads(spec.rotary.parameters)["rope_type"] != "none"
     order = (
         head_order(row.rotary, spec.head_dim, 2 * spec.rotary.planes) if part < 2 and turns else range(spec.head_dim)
     )
-    heads = torch.arange(first, first + counts[part])[:, None] * spec.head_dim
+    heads = numbers[:, None] * spec.head_dim
     return (heads + torch.tensor(list(order))).flatten()
 
 

@@ -21,7 +21,7 @@ from unisono.config.checkpoint_files import CONFIG, INDEX, names_in
 from unisono.config.checkpoint_files import WEIGHTS as WEIGHTS
 from unisono.config.gguf.directory import source as gguf_source
 from unisono.config.gguf.packed import METHOD as GGUF_METHOD
-from unisono.config.preflight.families import READ_AS
+from unisono.config.preflight.families import read_as
 from unisono.config.preflight.model import architecture_of, check_config
 from unisono.config.preflight.weights import weight_files
 from unisono.config.sentence_files import text_rules
@@ -178,19 +178,21 @@ def _parse_config(
 ) -> tuple[Any, DecoderConfig]:
     """(transformers' configuration, the family's DecoderConfig) of config.json contents ``raw`` with ``overrides``."""
 
+    known = read_as(raw)
+
     def by_transformers() -> Any:
-        auto_config, known = from_transformers("AutoConfig"), READ_AS.get(str(raw.get("model_type")))
+        auto_config = from_transformers("AutoConfig")
         if not overrides and known is None:
             return auto_config.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with tempfile.TemporaryDirectory() as changed:
-            theirs = {name: value for name, value in raw.items() if name != "auto_map" or known is None}
-            Path(changed, CONFIG).write_text(json.dumps(theirs | ({"model_type": known} if known else {})))
+            Path(changed, CONFIG).write_text(json.dumps(raw if known is None else known))
             config = auto_config.from_pretrained(changed, local_files_only=True, trust_remote_code=False)
         config.name_or_path = str(directory)
         return config
 
     try:
-        read = json.dumps(raw, sort_keys=True).encode() if overrides else (directory / CONFIG).read_bytes()
+        whole = overrides or known is not None
+        read = json.dumps(known or raw, sort_keys=True).encode() if whole else (directory / CONFIG).read_bytes()
         hf_config = stored_config(read, str(directory), by_transformers)
         if raw.get("vision_config") is None and hasattr(hf_config, "vision_config"):
             hf_config.vision_config = None  # transformers fills in a default

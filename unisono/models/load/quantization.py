@@ -49,9 +49,12 @@ class Quantization:
     source: str = "quantization_config of the checkpoint"
 
     def format(self, module: str, name: str) -> WeightFormat:
-        """Format of the module with this path in the model and this checkpoint name."""
+        """Format of the module with this path in the model and this checkpoint name.
+
+        A head of another name than ``lm_head`` is plain if either name is: tools leave heads plain unlisted.
+        """
         if self.online is None:
-            return self.by_name(name)
+            return PLAIN if module == "lm_head" and self.by_name(module) == PLAIN else self.by_name(name)
         return self.online if ONLINE.match(module) and not {*module.split(".")} & {*KEPT_PLAIN} else PLAIN
 
     def decision(self) -> tuple[str, str]:
