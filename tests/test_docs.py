@@ -102,7 +102,7 @@ PYTHON = [
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=lambda v: v if v.endswith(".md") else "code")
 def test_python(page: str, code: str) -> None:
-    done = PROGRAMS.finished("-c", code)
+    done = PROGRAMS.finished("-c", code, lazy=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -135,7 +135,9 @@ print(json.dumps(shown))
 
 @pytest.fixture(scope="module")
 def training_help() -> dict[str, str]:
-    return json.loads(shell(shlex.join([sys.executable, "-c", HELP, *training_commands()])))
+    done = PROGRAMS.finished("-c", HELP, *training_commands())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("module", training_commands())

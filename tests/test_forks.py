@@ -50,3 +50,12 @@ def test_forks_are_no_children_of_this_process(forks: Forks) -> None:
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     assert children.exists()
     assert said.strip() not in children.read_text().split()
+
+
+@pytest.mark.skipif(GPU, reason="programs are new interpreters")
+@pytest.mark.parametrize(("lazy", "shown"), [(True, "lazy start"), (False, "start start")])
+def test_engines_of_lazy_programs_capture_on_demand(forks: Forks, lazy: bool, shown: str) -> None:
+    code = """
+from unisono.config.engine import EngineConfig
+print(*(EngineConfig("tiny", **flags).graph_capture for flags in ({}, {"graph_capture": "start"})))"""
+    assert forks.finished("-c", code, lazy=lazy).stdout == f"{shown}\n"

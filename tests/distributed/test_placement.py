@@ -15,7 +15,7 @@ from tests.distributed.requests_ import ROOMY, differing, run
 from tests.engine.helpers import engine
 from tests.models.make import make_checkpoint
 from unisono.cli.main import app
-from unisono.config.expert_placement import balanced, busiest_share, read_placement
+from unisono.config.expert_placement import balanced, busiest_share, read_placement, tokens_in
 from unisono.distributed.gather import Ranks
 from unisono.layers.formats.base import part_of
 from unisono.types import ConfigError
@@ -49,6 +49,9 @@ def test_a_rank_holds_its_experts(format: Any, path: Path) -> None:
         for name, parameter in decoder.named_parameters():
             cut = part_of(parameter)
             assert torch.equal(parameter, one[name] if cut is None else cut.of(one[name])), name
+        slots = decoder.layers[1].feed_forward.slots.tolist()
+        assert [slots[expert] for expert in ORDER] == list(range(6))
+        assert slots[6] == 6, "padding is no expert's"
         gate_up = decoder.layers[1].feed_forward.stacks[0].weight
         mine = one[f"{LAYER}.experts.gate_up.weight"][list(ORDER[3 * index : 3 * index + 3])]
         assert torch.equal(gate_up[:3], mine)
@@ -73,8 +76,15 @@ def test_the_command_places_what_an_engine_counted(path: Path, tmp_path: Path) -
     assert LAYER in dict(read_placement(str(out)))
 
 
+@pytest.mark.parametrize("tokens", [3, [1, "2"], [1, -1], [1, None]], ids=str)
+def test_counts_that_are_refused(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="expert_tokens of layer must be a list of counts, not "):
+        tokens_in({"engine": {"info": {"expert_tokens": {"layer": tokens}}}})
+
+
 REFUSED = {
-    "no permutation": ({LAYER: [0, 0, 1]}, "is no order of experts"),
+    "no permutation": ({LAYER: [0, 0, 1]}, "must be a list with each expert's number once"),
+    "no numbers": ({LAYER: [False, True]}, "must be a list with each expert's number once"),
     "another layer": ({"layers.9.feed_forward": list(ORDER)}, r"the model has no experts at layers\.9\.feed_forward"),
     "another number": ({LAYER: [1, 0]}, "it orders 2 experts of a layer with 6"),
 }

@@ -88,6 +88,40 @@ def test_expected_tokens_equal_enumeration_of_outcomes() -> None:
     assert np.abs(p - RATES).max() < 0.25
 
 
+@pytest.mark.parametrize(("budget", "limit"), [(1, 5), (3, 4), (9, 4), (10, 4), (9, 5), (99, 5)])
+def test_a_shared_budget_has_the_likeliest_drafts(budget: int, limit: int) -> None:
+    """Two requests of up to 5 drafts, of which the second may have ``limit``."""
+    acceptance, both = AcceptanceEstimate(2, 5), np.arange(2)
+    for _ in range(40):
+        acceptance.count(both, np.full(2, 5), np.array([4, 1]))
+    p = acceptance.conditional(both)
+    reached = [float(np.prod(p[row, : place + 1])) for row, most in ((0, 5), (1, limit)) for place in range(most)]
+    got = acceptance.expected(both, np.array([5, limit]), {2: budget})
+    assert got[2] == pytest.approx(2 + sum(sorted(reached, reverse=True)[:budget]))
+
+
+def test_slots_of_new_requests_begin_with_the_shared_average() -> None:
+    acceptance, both = AcceptanceEstimate(2, 5, differ=True), np.arange(2)
+    for _ in range(40):
+        acceptance.count(both[:1], np.full(1, 5), np.array([1]))
+    assert acceptance.conditional(both)[0, 1] < acceptance.conditional(both)[1, 1] - 0.05
+    acceptance.begin(both[:1])
+    first, second = acceptance.conditional(both)
+    assert np.array_equal(first, second)
+
+
+def test_usual_acceptance_of_first_drafts_shifts_nothing() -> None:
+    """A request that had one draft a round, as often accepted as others' first drafts, is judged as an unknown one."""
+    acceptance = AcceptanceEstimate(3, 5, differ=True)
+    for _ in range(200):
+        acceptance.count(np.array([0]), np.array([5]), np.array([1]))
+    for _ in range(10):
+        acceptance.count(np.array([1]), np.array([1]), np.array([1]))
+    usual, unknown = acceptance.conditional(np.array([1, 2]))
+    assert unknown[1] < 0.2
+    assert usual[1] == pytest.approx(unknown[1], abs=0.03)
+
+
 def test_late_positions_are_judged_by_the_early_ones() -> None:
     """A request that never got past its first draft is not expected to, once it does, as those that always do."""
     acceptance, both = AcceptanceEstimate(2, 5, differ=True), np.arange(2)

@@ -85,24 +85,27 @@ def test_reasons_survive_absorption_and_stay_with_their_tokens() -> None:
     assert plain.joined_fewer is None, "nothing more to send"
 
 
+SHARED = Round(Rows.of(()), {}, 1, rates=np.ones((4, 3)))
 PROGRESS: Any = SimpleNamespace(max_drafts=np.array([1 << 20, 1, 0, 1 << 20]))
 
 
 @pytest.mark.parametrize(
-    ("work", "drafted", "why"),
+    ("work", "drafted", "found", "why"),
     [
-        (Round(Rows.of(()), {}, 3), [3, 1, 0, 2], ["NONE", "LIMIT", "LIMIT", "NOT_FOUND"]),
-        (Round(Rows.of(()), {}, 2, fewer=FewerDrafts.PROBE), [2, 1, 0, 2], ["PROBE", "LIMIT", "LIMIT", "PROBE"]),
-        (Round(Rows.of(()), {}, 0, fewer=FewerDrafts.COST), [], ["COST", "COST", "LIMIT", "COST"]),
-        (Round(Rows.of(()), {}, 1, rates=np.ones((4, 3))), [3, 1, 0, 1], ["NONE", "LIMIT", "LIMIT", "SHARED"]),
-        (Extend([], decodes=Rows.of(())), [], ["PROMPTS", "PROMPTS", "NONE", "NONE"]),
+        (Round(Rows.of(()), {}, 3), [3, 1, 0, 2], None, ["NONE", "LIMIT", "LIMIT", "NOT_FOUND"]),
+        (Round(Rows.of(()), {}, 2, fewer=FewerDrafts.PROBE), [2, 1, 0, 2], None, ["PROBE", "LIMIT", "LIMIT", "PROBE"]),
+        (Round(Rows.of(()), {}, 0, fewer=FewerDrafts.COST), [], None, ["COST", "COST", "LIMIT", "COST"]),
+        (SHARED, [3, 1, 0, 1], [3, 1, 0, 3], ["NONE", "LIMIT", "LIMIT", "SHARED"]),
+        (SHARED, [1, 0, 0, 1], [3, 1, 0, 1], ["SHARED", "SHARED", "LIMIT", "NOT_FOUND"]),
+        (Extend([], decodes=Rows.of(())), [], None, ["PROMPTS", "PROMPTS", "NONE", "NONE"]),
     ],
 )
-def test_reasons_of_rows(work: Any, drafted: list[int], why: list[str]) -> None:
+def test_reasons_of_rows(work: Any, drafted: list[int], found: list[int] | None, why: list[str]) -> None:
     """Four requests: the second has a limit of one draft, the third of none. The last two ended a prompt."""
     every = SimpleNamespace(slots=np.arange(4))
     work = replace(work, decodes=[0, 1]) if isinstance(work, Extend) else replace(work, rows=every)
     deltas = [TokenDelta(str(row), [1]) for row in range(4)]
-    note_drafts(work, np.arange(4), deltas, np.array(drafted, np.int32), np.ones(4, int), PROGRESS, 3)
+    shared = None if found is None else np.array(found, np.int32)
+    note_drafts(work, np.arange(4), deltas, np.array(drafted, np.int32), shared, np.ones(4, int), PROGRESS, 3)
     assert [FewerDrafts(delta.fewer).name for delta in deltas] == why
     assert [delta.drafted_tokens for delta in deltas] == (drafted or [0] * 4)

@@ -133,6 +133,43 @@ def test_a_failed_push_after_level_2_keeps_the_engine_asleep(llm: LLM) -> None:
     assert tokens(llm, PROMPTS, GREEDY) == expected
 
 
+def test_a_failed_push_after_level_2_voids_its_tensors(llm: LLM) -> None:
+    """It wrote over a tensor that an earlier push had brought, so that one is missing again."""
+    new = load_file(next(llm.engine.checkpoint.path.glob("*.safetensors")))
+    first, second, *others = sorted(new)
+    expected = tokens(llm, PROMPTS, GREEDY)
+    llm.sleep(2)
+    llm.wake_up(["weights"], reload=False)
+    llm.update_weights_from_tensor({name: new[name] for name in (second, *others)})
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        llm.update_weights_from_tensor({first: torch.full_like(new[first], torch.nan), second: new[second] + 1})
+    with pytest.raises(ConfigError, match=rf"2 dropped tensors, such as {first}"):
+        llm.wake_up(["kv_cache"])
+    llm.update_weights_from_tensor({first: new[first], second: new[second]})
+    assert not llm.wake_up(["kv_cache"])["is_sleeping"]
+    assert tokens(llm, PROMPTS, GREEDY) == expected
+
+
+def test_a_drafter_is_pushed_while_the_target_is_void(llm: LLM) -> None:
+    """Its names fill nothing of the target, and a failed push leaves its old weights."""
+    heads = load_file(next(Path(llm.engine.worker.updater.draft_directory).glob("*.safetensors")))
+    del heads["d2t"], heads["t2d"]  # they are fixed
+    modules = [p for module in modules_of(llm.engine.worker.drafter) for p in module.parameters()]
+    llm.sleep(2)
+    llm.wake_up(["weights"], reload=False)
+    void = llm.engine.worker.updater.void
+    void.add("fc.weight")  # as of a target with a tensor of this name
+    missing = len(void)
+    own = [p.clone() for p in modules]
+    bad = {"norm.weight": torch.full_like(heads["norm.weight"], torch.nan), "fc.weight": heads["fc.weight"] + 1}
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        llm.update_weights_from_tensor(bad, draft=True)
+    assert all(map(torch.equal, own, modules))
+    llm.update_weights_from_tensor(heads, draft=True)
+    assert len(void) == missing
+    llm.wake_up()
+
+
 def test_running_requests_wait_and_go_on(llm: LLM) -> None:
     expected = tokens(llm, PROMPTS, GREEDY)
     said: dict[str, list[int]] = {f"r{number}": [] for number in range(len(PROMPTS))}

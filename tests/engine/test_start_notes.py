@@ -84,6 +84,24 @@ def test_costs_of_another_form_are_not_read(machine: dict[str, Any]) -> None:
         assert notes().costs_known == {}
 
 
+def test_proofs_and_bytes_of_another_form_are_not_read(machine: dict[str, Any]) -> None:
+    """A text is no result: it would prove a kernel."""
+    found = notes()
+    assert found.proofs is not None
+    assert found.memory is not None
+    found.proofs.parent.mkdir(parents=True, exist_ok=True)
+    found.proofs.write_text('{"a": true, "b": false, "c": "false", "d": 1}')
+    for text in ('{"allocated": true}', '{"allocated": -1}', '{"allocated": "9"}'):
+        found.memory.write_text(text)
+        again = notes()
+        assert again.known == {"a": True, "b": False}
+        assert again.allocated_known is None
+
+
+def test_digests_tell_parts_apart() -> None:
+    assert start_notes._digest("a", "bc") != start_notes._digest("ab", "c") != start_notes._digest("abc")
+
+
 def test_remembered_comparisons_are_not_run(kernel: Any) -> None:
     with remembering({"a test's kernel: ((4, torch.float32),)": True, "a test's kernel: ((6, torch.float32),)": False}):
         kernel.rehearse(4)

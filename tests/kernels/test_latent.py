@@ -49,6 +49,16 @@ def test_rounds_have_the_bits_of_chunks(triton, e4m3, latent, device):
                 assert torch.equal(out, want[-width:])
 
 
+@PAGES
+def test_work_items_of_several_splits(e4m3, device):
+    """800 keys are four splits. A program that walks two of them keeps each for the merge."""
+    rows = Rows([800], 5, device, e4m3=e4m3)
+    (want,) = rows.attend(True, [(799, 800)], width=1)
+    for programs in (2, 3):
+        (out,) = rows.attend(True, [(799, 800)], width=1, programs=programs)
+        assert torch.equal(out, want)
+
+
 @WAYS
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rows_and_queries_are_rotated(triton, interleaved, device, dtype):

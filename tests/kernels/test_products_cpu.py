@@ -47,11 +47,27 @@ def test_any_view_of_a_weight_has_its_bits(library):
         assert torch.equal(row_exact_product(x, few), want[:, first : first + columns])
 
 
-def test_rows_of_the_batch_are_blocks_that_were_compared():
+@pytest.mark.parametrize("spare", [0, 5, 64])
+def test_rows_of_the_batch_are_blocks_that_were_compared(spare):
     for rows in range(1, 300):
-        blocks = products_cpu._blocks(rows)
+        blocks = products_cpu._blocks(rows, spare)
         assert set(blocks) <= set(products_cpu.BLOCKS)
-        assert rows <= sum(blocks) < rows + products_cpu.FEW_ROWS
+        assert rows <= sum(blocks) <= rows + max(products_cpu.FEW_ROWS - 1, spare)
+
+
+@needs_onednn
+def test_rows_of_a_small_weight_are_one_call(monkeypatch):
+    """Rows that are added take less time than a second call; beside a large weight they take more."""
+    calls: list[int] = []
+    plain = products_cpu._inner_product
+    small, large = frozen(32, 64), frozen(1024, 1024)
+    for weight in (small, large):
+        row_exact_product(torch.randn(2, weight.shape[1]), weight)  # compared and packed
+    monkeypatch.setattr(products_cpu, "_inner_product", lambda x, w: calls.append(len(x)) or plain(x, w))
+    for weight, blocks in ((small, [32]), (large, [16, 4])):
+        row_exact_product(torch.randn(19, weight.shape[1]), weight)
+        assert calls == blocks
+        calls.clear()
 
 
 @needs_onednn

@@ -73,6 +73,19 @@ def test_the_kernels_pick_the_twins_tokens(vocab, width, dtype, device):
     assert torch.equal(kernel, twin)
 
 
+@pytest.mark.parametrize("ids", [None, torch.arange(300, dtype=torch.int32) * 2 + 1], ids=["all tokens", "some tokens"])
+def test_scores_of_unfiltered_rows_are_those_of_single_tokens(ids, monkeypatch):
+    """The twin draws for whole rows where no filter drops a token, else for each kept token."""
+    rows = [{"temperature": temperature} for temperature in (0.7, 1.0, 0.0, 1.3)]
+    logits, slots = torch.randn(2 * len(rows), 300), torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+    found = []
+    for cached in (logits.numel(), 299):
+        monkeypatch.setattr(sampling, "CACHED", cached)
+        found.append(sampling.scores_cpu(logits, slots, 2, *fields_of(rows), 1, ids)[0])
+    assert torch.equal(found[0], found[1])
+    assert (found[0] - logits).abs().max() > 1, "there is noise"
+
+
 def test_rows_at_places_have_the_tokens_of_gathered_rows(device):
     """Rows of a round whose rows differ: each has its row of the logits somewhere, or is not sampled."""
     width, count = 3, len(ROWS)

@@ -92,6 +92,21 @@ def test_most_likely_drafts_are_verified(ops: SimpleNamespace, count: int, k: in
     assert torch.equal(got.sampled, got.places.where(torch.tensor(real).flatten().to(got.places.device), -1))
 
 
+@pytest.mark.parametrize(("tokens", "kept"), [(4, [1, 0, 0]), (6, [1, 1, 1]), (8, [2, 2, 1])])
+def test_equally_likely_drafts_go_by_place_then_by_row(ops: SimpleNamespace, tokens: int, kept: list[int]) -> None:
+    row = {"length": 3, "max_length": 99, "status": FinishReason.RUNNING, "last_token": 1, "stops": ()}
+    fields = slots_of([row] * 3, ops.device)
+    slots = torch.arange(3, dtype=torch.int32, device=ops.device)
+    drafts = torch.ones(3, 4, dtype=torch.int32, device=ops.device)
+    drafted, found = torch.full_like(slots, 77), torch.full_like(slots, 77)
+    ops.share(
+        drafts, torch.ones(3, 4, device=ops.device), slots, fields.length, fields.max_length, fields.status, tokens,
+        drafted, found,
+    )  # fmt: skip
+    assert drafted.tolist() == kept
+    assert found.tolist() == [4, 4, 4]
+
+
 def test_ops_fit_their_schemas() -> None:
     row = {"length": 3, "max_length": 9, "status": FinishReason.RUNNING, "last_token": 1, "stops": ()}
     f = slots_of([row, row])

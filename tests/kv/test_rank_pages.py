@@ -1,12 +1,13 @@
-"""Pages of several ranks: a request's pages are on one, hits stay there, the others get what is new."""
+"""Page pools of DP attention: a request's pages are on one rank, its hits too; other requests go to other ranks."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from unisono.kv.pages import OutOfPages
 from unisono.kv.rank_pages import RankPools, page_pool
-from unisono.kv.specs import PAGE_SIZE
+from unisono.kv.specs import PAGE_SIZE, Paged
 from unisono.types import ConfigError
 
 
@@ -44,6 +45,39 @@ def test_a_full_rank_leaves_requests_with_its_prefix_to_others() -> None:
         pages.commit(tokens)
         held.append(pages)
     assert {page.pool for page in held} == set(pools.pools)
+    pools.check_integrity()
+
+
+def test_a_hit_outweighs_free_pages() -> None:
+    pools = RankPools(24, 2)
+    tokens = list(range(3 * PAGE_SIZE))
+    first = pools.open(tokens)
+    first.reserve(len(tokens))
+    first.commit(tokens)
+    assert pools.pools[0].available < pools.pools[1].available
+    assert pools.open([*tokens, 5]).pool is first.pool
+
+
+def test_bytes_of_a_divided_page() -> None:
+    """The bytes of a page on one rank, on average, rounded up."""
+    assert Paged((1, PAGE_SIZE, 6), torch.float32, ranks=4).page_bytes == PAGE_SIZE * 6
+    assert Paged((1, 1, 5), torch.uint8, ranks=2).page_bytes == 3
+
+
+def test_a_cached_prefix_takes_room_of_its_rank() -> None:
+    """Pages of a prefix that no request holds are available until a reservation locks them."""
+    pools = RankPools(24, 2)
+    shared = list(range(7 * PAGE_SIZE))
+    first = pools.open(shared)
+    first.reserve(len(shared))
+    first.commit(shared)
+    first.release()
+    held = pools.pools[0].open([7])
+    held.reserve(PAGE_SIZE)
+    tokens = [*shared, *[9] * (2 * PAGE_SIZE)]
+    long = pools.open(tokens)
+    assert long.pool is pools.pools[1], "rank 0 has 10 pages, 7 of the prefix: 3 more and one of headroom do not fit"
+    long.reserve(len(tokens) + 1)
     pools.check_integrity()
 
 

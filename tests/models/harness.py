@@ -118,7 +118,7 @@ class Session:
         positions += [-1] * count
         slot_mapping += [i % PAGE for i in range(count)]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _run(
         self,
         tokens: list[int],

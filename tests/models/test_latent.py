@@ -22,7 +22,10 @@ from unisono.kernels.attention import latent_rows
 from unisono.kernels.cache.kv_e4m3 import dequantised, quantised
 from unisono.kernels.norm.rms_norm import rms_norm
 from unisono.layers.formats.base import part_of
-from unisono.models.load.checkpoint import WEIGHTS
+from unisono.models.load.checkpoint import WEIGHTS, Checkpoint
+from unisono.models.load.loader import partial_update
+from unisono.models.load.tensor_files import tensor
+from unisono.models.load.update import Changes
 from unisono.types import CheckpointError, ConfigError
 
 SIZES: dict[str, Any] = {
@@ -71,6 +74,28 @@ def test_the_expanding_product_is_dequantised(layout: str, plain: Path, tmp_path
     for got, want in zip(chunked(decoder, prompts, 7), whole(decoder, prompts), strict=True):
         assert want.isfinite().all()
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layout", ["kimi", "fp8-blocks-bf16-scales"])
+def test_an_expanding_product_is_pushed_with_its_scales(layout: str, plain: Path, tmp_path: Path) -> None:
+    """A part alone is refused, and not used by the next push, whose scales come first."""
+    quantise(plain, tmp_path / "quantised", LAYOUTS_THERE[layout])
+    decoder, checkpoint = load(tmp_path / "quantised"), Checkpoint.open(tmp_path / "quantised")
+    path = "model.layers.1.self_attn.kv_b_proj."
+    stored = {name: info for name, info in checkpoint.tensors().items() if name.startswith(path)}
+    weight = next(name for name in stored if name.startswith(f"{path}weight") and "scale" not in name)
+    kv_b = decoder.layers[1].mixer.kv_b
+    keys = kv_b.keys.clone()
+    with pytest.raises(CheckpointError, match="push its weight and its scales together"):
+        Changes([partial_update(decoder, checkpoint, {weight: stored[weight]})]).write()
+    assert torch.equal(kv_b.keys, keys)
+    kv_b.take(weight.removeprefix(path), torch.zeros_like(tensor(weight, stored)))  # of a read that failed
+    kv_b.keys.zero_()
+    scales_first = dict(sorted(stored.items(), key=lambda each: each[0] == weight))
+    update = partial_update(decoder, checkpoint, scales_first)
+    for name in scales_first:
+        update.targets[name].fill(tensor(name, stored))
+    assert torch.equal(kv_b.keys, keys)
 
 
 @pytest.mark.parametrize("format", ["auto", "dummy"])

@@ -16,7 +16,7 @@ from tests.models.harness import load, whole
 from tests.models.make import make_checkpoint
 from tests.models.make_native import make_native
 from tests.models.quantised import LAYOUTS, quantise
-from unisono.config.mistral import described, tensor_name
+from unisono.config.mistral import config_of, described, tensor_name
 from unisono.distributed.gather import Ranks
 from unisono.models.load.checkpoint import Checkpoint
 from unisono.types import CheckpointError
@@ -62,6 +62,45 @@ def test_scores_may_be_unscaled(usual: Path, tmp_path: Path) -> None:
         make_native(usual, tmp_path / "two", yarn={**yarn, "apply_scale": True}, llama_4_scaling=grows)
     ).config.layers[0].mixer  # fmt: skip
     assert scaled.scale > spec.scale
+
+
+def params_of(usual: Path, tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((make_native(usual, tmp_path / "native") / "params.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("absent", [True, False], ids=["absent", "null"])
+def test_fields_that_may_be_absent(absent: bool, usual: Path, tmp_path: Path) -> None:
+    params = params_of(usual, tmp_path)
+    optional = ("first_k_dense_replace", "routed_scale", "num_expert_groups", "num_expert_groups_per_tok")
+    for fields, names in ((params["moe"], optional), (params, ("rope_theta", "dtype", "max_position_embeddings"))):
+        for name in names:
+            if absent:
+                del fields[name]
+            else:
+                fields[name] = None
+    config = config_of(params, tmp_path / "params.json")
+    names = "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group", "dtype"
+    assert [config[name] for name in names] == [0, 1.0, 1, 1, "bfloat16"]
+    assert config["rope_parameters"]["rope_theta"] == 10_000
+    assert config["max_position_embeddings"] == 128_000
+
+
+def test_betas_of_yarn(usual: Path, tmp_path: Path) -> None:
+    """Their names: ``beta`` bounds the fast planes, ``alpha`` the slow ones."""
+    params = params_of(usual, tmp_path)
+    params["yarn"] |= {"beta": 24, "alpha": 2}
+    rope = config_of(params, tmp_path / "params.json")["rope_parameters"]
+    assert (rope["beta_fast"], rope["beta_slow"]) == (24, 2)
+    del params["yarn"]["beta"], params["yarn"]["alpha"]
+    rope = config_of(params, tmp_path / "params.json")["rope_parameters"]
+    assert (rope["beta_fast"], rope["beta_slow"]) == (32, 1)
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("NO_SCALES", "dynamic"), ("TENSOR", "static"), (None, "static")])
+def test_scales_of_activations(scheme: str | None, kind: str, usual: Path, tmp_path: Path) -> None:
+    params = params_of(usual, tmp_path) | {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": scheme}}
+    assert config_of(params, tmp_path / "params.json")["quantization_config"]["activation_scheme"] == kind
 
 
 def test_fp8_with_fixed_scales(usual: Path, tmp_path: Path) -> None:

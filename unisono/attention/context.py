@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unisono.attention.base import AttentionBackend, AttentionInputs, LastTokens
-from unisono.attention.own_requests import own_inputs
+from unisono.attention.dp_attention import local_inputs
 from unisono.kv.recurrent_pass import RecurrentPass
 from unisono.kv.specs import ALL
 from unisono.layers.rotary import angles_of
@@ -55,7 +55,7 @@ class ForwardContext:
     _angles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
     _queries: ForwardContext | None = field(default=None, repr=False)
     _after: ForwardContext | None = field(default=None, repr=False)
-    _owned: dict[tuple[int, int, bool], tuple[ForwardContext, torch.Tensor]] = field(default_factory=dict, repr=False)
+    _local: dict[tuple[int, int, bool], tuple[ForwardContext, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -107,19 +107,21 @@ class ForwardContext:
             self._angles[key] = angles_of(table, positions, axes)
         return self._angles[key]
 
-    def of_requests(self, rank: int, pages: int) -> tuple[ForwardContext, torch.Tensor]:
-        """Return the part of the pass whose pages a rank holds, and the rank of each token that attends [E] int32.
+    def local_tokens(self, rank: int, pages: int) -> tuple[ForwardContext, torch.Tensor]:
+        """Return the context of a rank's local tokens (DP attention), and the attention-DP rank of each query.
 
-        pages: pages of each rank. The other tokens are padding; see ``attention/own_requests.py``.
+        pages: pages of each rank. The context has all T tokens, of which those of other ranks are padding. The ranks
+        are [E] int32 with last tokens, else [T]. Made once per pass; see ``attention/dp_attention.py``.
         """
         key = rank, pages, self.last_tokens is None
-        if key not in self._owned:
-            own, owner = own_inputs(self.groups[ALL], rank, pages)
+        if key not in self._local:
+            local, token_ranks = local_inputs(self.groups[ALL], rank, pages)
             last_tokens = None
             if self.last_tokens is not None:
-                last_tokens, owner = own.last_tokens(self.last_tokens.last), self.last_tokens.select(owner)
-            self._owned[key] = ForwardContext({ALL: own}, self.rotary_positions, last_tokens), owner
-        return self._owned[key]
+                last_tokens = local.last_tokens(self.last_tokens.last)
+                token_ranks = self.last_tokens.select(token_ranks)
+            self._local[key] = ForwardContext({ALL: local}, self.rotary_positions, last_tokens), token_ranks
+        return self._local[key]
 
     @property
     def queries(self) -> ForwardContext:

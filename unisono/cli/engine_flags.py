@@ -133,9 +133,7 @@ def memory_flags(
     ] = None,
     enable_dp_attention: Annotated[
         bool,
-        typer.Option(
-            "--enable-dp-attention", help="Latent attention (MLA) by requests: each GPU holds pages of its own."
-        ),
+        typer.Option("--enable-dp-attention", help="DP attention (MLA): each GPU holds the pages of its own requests."),
     ] = False,
     tp_reduce: Annotated[
         str,

@@ -93,7 +93,7 @@ class EngineConfig(Concise):
     weights and KV cache so that ``sleep`` can free their memory.
     tensor_parallel_size: processes, with a GPU each, that hold the model together; the text is the same as of one.
     enable_expert_parallel: place whole experts on the ranks; otherwise every expert is divided like other layers.
-    enable_dp_attention: each rank holds the latents (MLA) of its own requests, and attends for them with all heads.
+    enable_dp_attention: DP attention (MLA): each rank holds the latents of its own requests, and attends for them.
     expert_placement: file with the order of whole experts among the ranks, by layer.
     tp_reduce: gather: no sum is divided, and the text is that of one process. ordered: the products after attention and
     of the MLP are divided by inputs, and their terms are added in the order of ranks: faster, the same text for one

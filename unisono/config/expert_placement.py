@@ -1,8 +1,7 @@
-"""Static placement of whole experts on ranks, from the tokens that each expert had.
+"""Static expert placement: an order of a layer's experts, of which each rank holds equally many in turn.
 
-An order of a layer's experts says which rank holds which: each rank takes equally many in turn. It changes which rank
-computes an expert, and never the order of a sum. ``unisono place-experts`` writes orders, ``--expert-placement`` reads
-them.
+An order changes the rank that computes an expert, and no sum. ``unisono place-experts`` computes orders from the tokens
+that each expert had, and ``--expert-placement`` reads them.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ Placement = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def balanced(tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Order of experts that had so many tokens: the busiest first, each to the rank with the fewest tokens so far.
+    """Return an order of experts in which the ranks have about equally many tokens.
 
-    Raises ConfigError if the ranks cannot hold equally many.
+    tokens: of each expert. Greedy: the busiest expert first, each to the rank with the fewest tokens that has a place
+    left. Raises ConfigError if the ranks do not divide the experts.
     """
     each, rest = divmod(len(tokens), ranks)
     if rest:
@@ -36,40 +36,45 @@ def balanced(tokens: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def busiest_share(tokens: Sequence[int], order: Sequence[int], ranks: int) -> float:
-    """Tokens of the busiest rank over the mean of all."""
+    """Return the tokens of the busiest rank over the mean of the ranks; 1 without tokens."""
     each, total = len(order) // ranks, sum(tokens)
     loads = [sum(tokens[expert] for expert in order[rank * each : (rank + 1) * each]) for rank in range(ranks)]
     return max(loads) * ranks / total if total else 1.0
 
 
 def tokens_in(info: Any) -> dict[str, list[int]]:
-    """Tokens of each expert by path, from the JSON of ``/server_info``. Raises ConfigError for another JSON."""
+    """Read the tokens of each expert, by the path of a layer's experts, from the JSON of ``/server_info``.
+
+    Raises ConfigError for another JSON.
+    """
     for name in ("engine", "info"):
         info = info.get(name, info) if isinstance(info, dict) else None
     counted = info.get("expert_tokens") if isinstance(info, dict) else None
     if not isinstance(counted, dict) or not counted:
         raise ConfigError("there are no expert_tokens: give the JSON of /server_info of a model with experts.")
     for path, tokens in counted.items():
-        if not isinstance(tokens, list) or not all(isinstance(each, int) and each >= 0 for each in tokens):
-            raise ConfigError(f"expert_tokens of {path} are no list of whole numbers from 0 on.")
+        if not isinstance(tokens, list) or not all(type(each) is int and each >= 0 for each in tokens):
+            raise ConfigError(f"expert_tokens of {path} must be a list of counts, not {str(tokens)[:80]}.")
     return counted
 
 
 def placement_of(info: Any, ranks: int) -> dict[str, tuple[int, ...]]:
-    """Balanced orders by path, from the JSON of ``/server_info``. Raises ConfigError."""
+    """Return balanced orders by path, from the JSON of ``/server_info``. Raises ConfigError."""
     return {path: balanced(tokens, ranks) for path, tokens in tokens_in(info).items()}
 
 
 def read_placement(file: str) -> Placement:
-    """The orders in a file. Raises ConfigError for anything but a permutation by path."""
+    """Read the orders in a JSON file: path -> permutation of the experts. Raises ConfigError for anything else."""
     try:
         found: Mapping[str, Any] = read_json(Path(file))
     except CheckpointError as error:
         raise ConfigError(f"--expert-placement: {error}") from None
     orders = []
     for path, order in found.items():
-        numbers = [each for each in order if isinstance(each, int)] if isinstance(order, list) else None
+        numbers = [each for each in order if type(each) is int] if isinstance(order, list) else None
         if not numbers or sorted(numbers) != [*range(len(order))]:
-            raise ConfigError(f"--expert-placement: {file}: {path} is no order of experts.")
+            raise ConfigError(
+                f"--expert-placement: {file}: {path} must be a list with each expert's number once, from 0 on."
+            )
         orders.append((path, tuple(order)))
     return tuple(orders)

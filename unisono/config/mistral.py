@@ -79,7 +79,7 @@ def is_native(directory: Path) -> bool:
 
 
 def source(directory: Path) -> Path | None:
-    """The directory of consolidated tensors that ``directory`` describes; None for another checkpoint's."""
+    """Return the directory of consolidated tensors that ``directory`` describes; None for another checkpoint's."""
     return source_of(FORM, directory)
 
 
@@ -117,7 +117,7 @@ def _plain_modules(files: list[Path]) -> list[str]:
 
 
 def config_of(params: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Config.json of a params.json. Raises CheckpointError for a model or a value that is not read."""
+    """Return the config.json of a params.json. Raises CheckpointError for a model or a value that is not read."""
     check_numbers(params, file)
     moe = params.get("moe")
     if not isinstance(moe, dict) or "kv_lora_rank" not in params:
@@ -134,7 +134,8 @@ def config_of(params: Mapping[str, Any], file: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} has no {ours}: download it again.")
         config[theirs] = left.pop(ours)
     for name, (theirs, default) in MORE_OF_EXPERTS.items():
-        config[theirs] = left.pop(f"moe.{name}", default)
+        value = left.pop(f"moe.{name}", None)
+        config[theirs] = default if value is None else value
     for name, values in FIXED.items():
         if (value := left.pop(name, None)) not in values:
             raise CheckpointError(f"{file}: {name}={value!r} is not supported, only {values[0]!r}.")
@@ -152,7 +153,7 @@ def config_of(params: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 def _rope(left: dict[str, Any], file: Path) -> dict[str, Any]:
     """Take the fields of positions: scaled by YaRN, and the growth of queries."""
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": left.pop("rope_theta", 10_000.0)}
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": left.pop("rope_theta", None) or 10_000.0}
     yarn, growth = left.pop("yarn", None) or {}, left.pop("llama_4_scaling", None) or {}
     if not isinstance(yarn, dict) or not isinstance(growth, dict):
         raise CheckpointError(f"{file}: yarn and llama_4_scaling must be objects.")
@@ -190,7 +191,7 @@ def _quantization(quantization: Any, file: Path) -> Any:
 
 
 def tensor_name(name: str) -> str:
-    """Name of a consolidated tensor in a checkpoint of Mistral 4; others, as of a tower, keep theirs."""
+    """Return the name of a consolidated tensor in a checkpoint of Mistral 4; others, such as a tower's, keep theirs."""
     module, _, kind = name.rpartition(".")
     kind = _SCALES.get(kind, kind)
     if module in _WHOLE:

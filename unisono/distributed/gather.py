@@ -68,9 +68,9 @@ class Ranks:
 
     whole_experts: experts are whole on a rank (``--enable-expert-parallel``); otherwise they are split like other
     GEMMs. ordered: GEMMs after attention and of the MLP are split by inputs, if their format allows it, and their terms
-    are added in the order of ranks (``--tp-reduce ordered``). by_requests: latent attention has all heads on each rank,
-    and each rank holds the pages of its own requests (``--enable-dp-attention``). placement: (path of a layer's
-    experts, their order), of whole experts; see ``config/expert_placement.py``.
+    are added in the order of ranks (``--tp-reduce ordered``). dp_attention: each rank has all heads of latent attention
+    and the pages of its own requests (``--enable-dp-attention``). placement: (path of a layer's experts, their order),
+    of whole experts; see ``config/expert_placement.py``.
     """
 
     index: int = 0
@@ -78,7 +78,7 @@ class Ranks:
     whole_experts: bool = False
     transport: int = 0
     ordered: bool = False
-    by_requests: bool = False
+    dp_attention: bool = False
     placement: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def order_of(self, path: str) -> tuple[int, ...]:
@@ -88,16 +88,19 @@ class Ranks:
     @property
     def page_ranks(self) -> int:
         """Number of ranks among which the pages of latent attention are divided."""
-        return self.count if self.by_requests else 1
+        return self.count if self.dp_attention else 1
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, n] of each rank -> [M, N · n], in the order of ranks."""
         return x if self.count == 1 else all_gather(x, self.transport, self.count)
 
-    def of_owner(self, x: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-        """Take each row of x [M, n] from the rank that computed it. owner [M]: that rank."""
-        each = torch.arange(len(x), dtype=owner.dtype, device=owner.device) * self.count
-        return self.gather(x).view(-1, x.shape[1]).index_select(0, each + owner)
+    def gather_tokens(self, x: torch.Tensor, token_ranks: torch.Tensor) -> torch.Tensor:
+        """Gather the local tokens of all attention-DP ranks: x [M, n] of each rank -> [M, n].
+
+        token_ranks [M] int32: the rank whose row is taken.
+        """
+        each = torch.arange(len(x), dtype=token_ranks.dtype, device=token_ranks.device) * self.count
+        return self.gather(x).view(-1, x.shape[1]).index_select(0, each + token_ranks)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, 2 n] of each rank, columns of gate and then of up -> ``silu(gate) * up`` of all, [M, N · n]."""

@@ -380,11 +380,12 @@ class Engine:
         result = result if every else result[committed]
         counts, running = result[:, 0], result[:, 1] == RUNNING
         drafted = outputs["drafted"][committed] if drafts else NO_DRAFTS
+        found = outputs["found"][committed] if "found" in outputs else None
         self.counters.generation_tokens += int(counts.sum())
         if drafts:
             drafting = self.scheduler.progress.max_drafts[rows.slots[committed]] > 0
-            found = outputs["found"][committed][drafting] if "found" in outputs else None
-            self.counters.count_round(drafts, drafted[drafting], counts[drafting] - 1, found)
+            shared = None if found is None else found[drafting]
+            self.counters.count_round(drafts, drafted[drafting], counts[drafting] - 1, shared)
             if isinstance(work, Round) and work.forced is not None:
                 self.counters.count_forced((work.forced[committed] >= 0).sum(1), counts - 1)
         sequences = rows.sequences if every else [rows.sequences[row] for row in committed.tolist()]
@@ -399,8 +400,7 @@ class Engine:
             else:
                 sequence.tokens += new
             deltas.append(TokenDelta(sequence.request_id, new))
-        most = self.runner.choices[-1]
-        note_drafts(work, committed, deltas, drafted, counts, self.scheduler.progress, most)
+        note_drafts(work, committed, deltas, drafted, found, counts, self.scheduler.progress, self.runner.choices[-1])
         ended = set() if running.all() else set(np.flatnonzero(~running).tolist())
         for index in ended:
             deltas[index].finish = REASONS[result[index, 1]]

@@ -113,9 +113,9 @@ def wake_up(engine: SleepingEngine, tags: Sequence[str] | None, reload: bool) ->
             )
         engine.runner.send(ReloadWeights(state.directory))
     if KV_CACHE in chosen & state.asleep:
-        if WEIGHTS in state.asleep or updater.void:
-            missing = f"{len(updater.void)} dropped tensors, such as {min(updater.void)}" if updater.void else "all"
-            raise ConfigError(f"the KV cache wakes after the weights ({missing} missing): wake or update them first.")
+        if WEIGHTS in state.asleep and not updater.void:
+            raise ConfigError("the KV cache wakes after the weights (all missing): wake or update them first.")
+        updater.check_filled()
         _get_back(engine, WakeUp(False, True))
         state.asleep.discard(KV_CACHE)
     if slept and not state.asleep:

@@ -1,7 +1,7 @@
-"""Pages of several ranks, each of which holds those of its own requests (``--enable-dp-attention``).
+"""Page pools of DP attention (``--enable-dp-attention``): one pool and one prefix tree for each rank.
 
-Page ids are of all ranks together: rank r has the ids from r · P on, and the first of them is its padding page. The
-pages of a rank are a pool of their own, with a prefix tree, so a request's pages are all on one rank.
+Page ids count through all ranks: with P pages a rank, rank r has the ids from r · P on, and the first of them is its
+padding page. A reservation belongs to one pool, so a request's pages are all on one rank.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ class RankPools(PagePool):
         return self._pools
 
     def open(self, tokens: Sequence[Token], quotas: Mapping[int, int] | None = None) -> Reservation:
-        """Open a reservation on the rank with the longest cached prefix among those that have room for the tokens, a
-        page for each of their requests included; of several, on that with the most pages available.
+        """Open a reservation on the rank with the longest cached prefix, among the ranks that have room for the tokens.
+
+        Ties go to the rank with the most available pages. If no rank has room, that rank is chosen, too. Room includes
+        one page for each request that the rank has, as admission requires.
         """
 
-        def rank(pool: PagePool) -> tuple[bool, int, int]:
-            cached = len(pool.tree.match(tokens[: len(tokens) - 1])) if self.hits else 0
-            fits = pages_for(len(tokens) + 1) - cached + len(pool.open_reservations) <= pool.available
-            return fits, cached if fits else 0, pool.available
+        def preference(pool: PagePool) -> tuple[bool, int, int]:
+            path = pool.tree.match(tokens[: len(tokens) - 1]) if self.hits else []
+            idle = sum(node.locks == 0 for node in path)  # the reservation will lock them, so they are not available
+            need = pages_for(len(tokens) + 1) - len(path) + len(pool.open_reservations)
+            fits = need <= pool.available - idle
+            return fits, len(path) if fits else 0, pool.available
 
-        return max(self.pools, key=rank).open(tokens, quotas)
+        return max(self.pools, key=preference).open(tokens, quotas)
 
     @property
     def available(self) -> int:

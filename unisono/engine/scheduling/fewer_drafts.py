@@ -1,4 +1,4 @@
-"""Drafts of each request in a pass, and why it had fewer than the drafter's k."""
+"""Number of drafts of each request in a pass, and the reason if it is below the drafter's k."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def note_drafts(
     committed: np.ndarray,
     deltas: Sequence[TokenDelta],
     drafted: np.ndarray,
+    found: np.ndarray | None,
     counts: np.ndarray,
     progress: Progress,
     most: int,
@@ -24,7 +25,8 @@ def note_drafts(
     """Set the drafts of a pass's deltas, and ``fewer`` where they are fewer than ``most``.
 
     committed [requests]: their rows in the pass. drafted, counts [requests]: verified drafts, and committed tokens;
-    drafted is empty for a pass without drafts.
+    drafted is empty for a pass without drafts. found [requests]: drafts before requests shared them; None: they did
+    not.
     """
     if drafted.size:
         for delta, proposed, count in zip(deltas, drafted.tolist(), counts.tolist(), strict=True):
@@ -32,7 +34,7 @@ def note_drafts(
     if not most:
         return
     if isinstance(work, Round):
-        reasons = _of_round(work, committed, drafted, progress, most)
+        reasons = _of_round(work, committed, drafted, found, progress, most)
     elif isinstance(work, Extend) and work.decodes:
         reasons = np.where(committed < len(work.decodes), int(FewerDrafts.PROMPTS), 0)
     else:
@@ -42,12 +44,15 @@ def note_drafts(
             delta.fewer = reason
 
 
-def _of_round(work: Round, committed: np.ndarray, drafted: np.ndarray, progress: Progress, most: int) -> np.ndarray:
-    """The reason of each request in a round [requests]; 0 where it had ``most`` drafts."""
+def _of_round(
+    work: Round, committed: np.ndarray, drafted: np.ndarray, found: np.ndarray | None, progress: Progress, most: int
+) -> np.ndarray:
+    """Return the reason of each request in a round [requests]; 0 where it had ``most`` drafts."""
     limits = progress.max_drafts[work.rows.slots[committed]]
     reasons = np.full(len(committed), int(work.fewer) if work.most < most else 0)
     if drafted.size:
-        fewer = FewerDrafts.NOT_FOUND if work.rates is None else FewerDrafts.SHARED
-        own = np.where(drafted >= limits, int(FewerDrafts.LIMIT), int(fewer))
+        shared = np.zeros(len(drafted), bool) if found is None else drafted < found
+        own = np.where(drafted >= limits, int(FewerDrafts.LIMIT), int(FewerDrafts.NOT_FOUND))
+        own = np.where(shared, int(FewerDrafts.SHARED), own)
         reasons = np.where(drafted < work.most, own, reasons)
     return np.where(limits == 0, int(FewerDrafts.LIMIT), reasons)

@@ -104,7 +104,7 @@ def on_meta(checkpoint: Checkpoint, config: ResolvedConfig) -> Decoder:
             requested.tensor_parallel_size,
             requested.enable_expert_parallel,
             ordered=requested.tp_reduce == "ordered",
-            by_requests=requested.enable_dp_attention,
+            dp_attention=requested.enable_dp_attention,
         )
     c.check_divides(ranks)
     builder = Builder(

@@ -1,4 +1,4 @@
-"""Notes of earlier starts: what a start compares and measures on a GPU, in files that later starts read.
+"""Notes of earlier starts: results of comparisons and measurements on a GPU, in files that later starts read.
 
 Proofs of exact kernels depend on the GPU, its driver, versions and sources; the times of passes and the memory of the
 largest one depend on the engine's configuration, too. These are in the name of their file, so notes of anything else
@@ -75,7 +75,7 @@ class StartNotes:
             directory / f"costs-{whole}.json",
             directory / f"memory-{whole}.json" if alone else None,
         )
-        found.known = {name: bool(same) for name, same in _read(found.proofs).items()}
+        found.known = {name: same for name, same in _read(found.proofs).items() if isinstance(same, bool)}
         found.allocated_known = _allocated(_read(found.memory))
         try:
             found.costs_known = {name: _cost(each) for name, each in _read(found.costs).items()}
@@ -156,7 +156,7 @@ def _cost(stored: Mapping[str, Any]) -> PassCost:
 def _allocated(stored: Mapping[str, Any]) -> int | None:
     """The bytes in a file's notes; None for notes of another form."""
     found = stored.get("allocated")
-    return found if isinstance(found, int) and found >= 0 else None
+    return found if type(found) is int and found >= 0 else None
 
 
 def _read(file: Path | None) -> dict[str, Any]:

@@ -56,18 +56,18 @@ def ranks_of(config: ResolvedConfig, model: DecoderConfig) -> Ranks:
     if requested.expert_placement and not requested.enable_expert_parallel:
         raise ConfigError("--expert-placement places whole experts: add --enable-expert-parallel.")
     if requested.enable_dp_attention:
-        _check_by_requests(config, model)
+        _check_dp_attention(config, model)
     ranks = Ranks(
         0, count, whole_experts=requested.enable_expert_parallel and together,
         ordered=requested.tp_reduce == "ordered" and together,
-        by_requests=requested.enable_dp_attention and together,
+        dp_attention=requested.enable_dp_attention and together,
         placement=read_placement(requested.expert_placement) if requested.expert_placement and together else (),
     )  # fmt: skip
     model.check_divides(ranks)
     return ranks
 
 
-def _check_by_requests(config: ResolvedConfig, model: DecoderConfig) -> None:
+def _check_dp_attention(config: ResolvedConfig, model: DecoderConfig) -> None:
     """Raise ConfigError for options that --enable-dp-attention does not support."""
     requested, spec = config.requested, config.speculative
     if not all(isinstance(layer.mixer, LatentSpec) for layer in model.layers):

@@ -119,8 +119,8 @@ class WeightUpdater:
     """Updates the weights of one worker's modules.
 
     checkpoint: of the start. dummy_seed: seed of its dummy weights; None if they were read. scratch: returns memory for
-    old values, see :class:`Changes`. draft_directory: of the drafter's checkpoint; empty: it has none. void: the
-    checkpoint's names of weights that sleep has dropped.
+    old values, see :class:`Changes`. draft_directory: of the drafter's checkpoint; empty: it has none. void: names of
+    the target's tensors of this rank that sleep has dropped, or that an update after it has written in part.
     """
 
     model: Decoder
@@ -146,8 +146,12 @@ class WeightUpdater:
             self._reload(command)
         elif isinstance(command, UPDATES):
             updates = self._updates(command) if isinstance(command, UpdateWeights) else self._partial(command)
-            changes = Changes(updates, self.scratch(), keeps_old=not self.void)
-            changes.write()
+            changes = Changes(updates, self.scratch(), self.model if self.void else None)
+            try:
+                changes.write()
+            except BaseException:
+                self._lose(changes)
+                raise
             self._changes = changes
         else:
             self._end(command)
@@ -156,12 +160,37 @@ class WeightUpdater:
         changes, self._changes = self._changes, None
         try:
             if changes is not None and command.keep:
-                self.void = self.void.difference(*(update.targets for update in changes.updates))
+                self.void.difference_update(*(update.targets for update in changes.updates if self._in_target(update)))
                 changes.keep()
             elif changes is not None:
                 changes.revert()
+                self._lose(changes)
         finally:
             self.opened.close()
+
+    def _in_target(self, update: WeightUpdate) -> bool:
+        """Return True for an update of the target, whose names ``void`` has. A drafter's names may be the same."""
+        return update.module is self.model
+
+    def _lose(self, changes: Changes) -> None:
+        """Count the target's tensors of a failed update as void, if their old values were not kept.
+
+        Values that are not finite become 0: the check of the next update would find them.
+        """
+        if self.void:
+            for update in filter(self._in_target, changes.updates):
+                self.void.update(map(whole_name, update.targets))
+            for parameter in self.model.parameters():
+                if parameter.is_floating_point() and parameter.element_size() > 1:
+                    torch.nan_to_num_(parameter.data, 0.0, 0.0, 0.0)
+
+    def check_filled(self) -> None:
+        """Raise ConfigError if weights of this rank are void."""
+        if self.void:
+            raise ConfigError(
+                f"the KV cache wakes after the weights ({len(self.void)} dropped tensors, such as {min(self.void)} "
+                "missing): wake or update them first."
+            )
 
     def loaded(self) -> Iterator[torch.Tensor]:
         """Yield the target's weights that :class:`ReloadWeights` and complete updates write, and count them as void.
@@ -185,7 +214,7 @@ class WeightUpdater:
             fill_randomly(self.model, self.dummy_seed)
         else:
             checkpoint = self._opened(Path(command.directory)) if command.directory else self.checkpoint
-            Changes([decoder_update(self.model, checkpoint)], keeps_old=False).write()
+            Changes([decoder_update(self.model, checkpoint)], void=self.model).write()
         self.void = set()
 
     def _join(self, command: JoinWeightGroup) -> None:

@@ -153,6 +153,7 @@ class Worker:
         if command.weights:
             self.memory.wake_weights()
         if command.pages:
+            self.updater.check_filled()  # rank 0 does not know which experts of other ranks are missing
             self.memory.wake_pages()
 
     def _move(self, command: MoveOut | MoveIn | Arrived) -> None:

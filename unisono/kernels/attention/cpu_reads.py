@@ -131,13 +131,20 @@ class _QueryTiles:
     owner: Ints
 
     @classmethod
-    def of(cls, shared: PassSizes, positions: tuple[Ints, Ints], owner: int, begin: int, end: int) -> _QueryTiles:
-        count = -(-(end - begin) * shared.group // ROW_TILE)
-        row = begin * shared.group + np.arange(count * ROW_TILE).reshape(count, ROW_TILE)
-        token = np.minimum(row // shared.group, end - 1)
+    def of(cls, shared: PassSizes, positions: tuple[Ints, Ints], spans: Ints) -> _QueryTiles:
+        """Tiles of spans [E, 3] (owner, first token, end token), in order; those that see nothing are left out."""
+        owner, begin, end = spans.T
+        counts = _tiles_in(shared, begin, end)
+        span = np.arange(len(spans)).repeat(counts)
+        tile = np.arange(len(span)) - (counts.cumsum() - counts)[span]
+        row = (begin[span] * shared.group + tile * ROW_TILE)[:, None] + _ROWS
+        past = end[span][:, None]
+        token = np.minimum(row // shared.group, past - 1)
         at, pos = (each[token] for each in positions)
-        seeing = (row < end * shared.group) & (pos >= shared.first)
-        return cls(token, row % shared.group, np.where(seeing, pos, -1), at, np.full(count, owner))
+        pos = np.where((row < past * shared.group) & (pos >= shared.first), pos, -1)
+        found = cls(token, row % shared.group, pos, at, owner[span])
+        seeing = pos.max(1) >= 0
+        return found if seeing.all() else found[seeing]
 
     def __len__(self) -> int:
         return len(self.owner)
@@ -154,10 +161,12 @@ class _QueryTiles:
         return cls(*map(np.concatenate, fields))
 
     def key_tiles(self, shared: PassSizes) -> tuple[Ints, Ints]:
-        """(first key tile that each query tile sees [B], end of its key tiles [B])."""
+        """(first key tile that each query tile sees [B], number of its key tiles [B])."""
         last = self.pos.max(1)
-        lowest = shared.bounds(np.where(self.pos < 0, last[:, None], self.at)).min(1)
-        first = lowest // KEY_TILE
+        if shared.window:
+            first = shared.bounds(np.where(self.pos < 0, last[:, None], self.at)).min(1) // KEY_TILE
+        else:
+            first = np.full_like(last, shared.first // KEY_TILE)
         return first, last // KEY_TILE - first + 1
 
     def queries(self, shared: PassSizes) -> torch.Tensor:
@@ -179,6 +188,14 @@ class _KeptReads:
         read = page_table.index_select(0, self.owners).narrow(1, 0, self.table.shape[1])
         same = torch.equal(positions, self.positions[0]) and torch.equal(until, self.positions[1])
         return same and torch.equal(read, self.table)
+
+
+_ROWS = np.arange(ROW_TILE)
+
+
+def _tiles_in(shared: PassSizes, begin: Ints, end: Ints) -> Ints:
+    """Query tiles of each span [E]."""
+    return -(-(end - begin) * shared.group // ROW_TILE)
 
 
 _kept: dict[tuple[PassSizes, Spans], _KeptReads] = {}
@@ -225,18 +242,21 @@ def _read(
     shared: PassSizes, table: Ints, positions: tuple[Ints, Ints], spans: Sequence[tuple[int, int, int]]
 ) -> AttentionReads:
     few, parts, computed = list[_QueryTiles](), list[TileGroup](), list[_QueryTiles]()
-    for owner, (_, begin, end) in enumerate(spans):
-        tiles = _QueryTiles.of(shared, positions, owner, begin, end)
-        tiles = tiles[tiles.pos.max(1) >= 0]
+    numbered = np.array([(owner, begin, end) for owner, (_, begin, end) in enumerate(spans)], np.int64).reshape(-1, 3)
+    if (_tiles_in(shared, *numbered[:, 1:].T) <= FEW_TILES).all():
+        few.append(_QueryTiles.of(shared, positions, numbered))
+        numbered = numbered[:0]
+    for number in range(len(numbered)):
+        tiles = _QueryTiles.of(shared, positions, numbered[number : number + 1])
         if len(tiles) <= FEW_TILES:
             few.append(tiles)
             continue
         for at in range(0, len(tiles), TILES_AT_ONCE):
             computed.append(tiles[at : at + TILES_AT_ONCE])
             parts.append(_one_request(shared, table, computed[-1]))
-    for chosen in _cut(shared, _QueryTiles.joined(few)) if few else ():
+    for chosen, key_tiles in _cut(shared, _QueryTiles.joined(few)) if few else ():
         computed.append(chosen)
-        parts.append(_pairs(shared, table, chosen))
+        parts.append(_pairs(shared, table, chosen, *key_tiles))
     return AttentionReads(tuple(parts), *_results(shared, len(positions[0]), computed))
 
 
@@ -256,23 +276,22 @@ def _results(
     return _tensor(rows), torch.from_numpy(idle) if idle.any() else None
 
 
-def _cut(shared: PassSizes, tiles: _QueryTiles) -> Iterator[_QueryTiles]:
-    """Divide the tiles, in order, into runs of about PAIRS_AT_ONCE key tiles."""
+def _cut(shared: PassSizes, tiles: _QueryTiles) -> Iterator[tuple[_QueryTiles, tuple[Ints, Ints]]]:
+    """Divide the tiles, in order, into runs of about PAIRS_AT_ONCE key tiles: each run and its ``key_tiles``."""
     if not len(tiles):
         return
-    _, counts = tiles.key_tiles(shared)
+    first, counts = tiles.key_tiles(shared)
     run = (counts.cumsum() - counts) // PAIRS_AT_ONCE
     if not run[-1]:
-        yield tiles
+        yield tiles, (first, counts)
         return
     for number in range(int(run[-1]) + 1):
         if (chosen := run == number).any():
-            yield tiles[chosen]
+            yield tiles[chosen], (first[chosen], counts[chosen])
 
 
-def _pairs(shared: PassSizes, table: Ints, tiles: _QueryTiles) -> TileGroup:
-    """Attend each tile with its own copy of the keys that it sees, in one call."""
-    first, counts = tiles.key_tiles(shared)
+def _pairs(shared: PassSizes, table: Ints, tiles: _QueryTiles, first: Ints, counts: Ints) -> TileGroup:
+    """Attend each tile with its own copy of the keys that it sees, in one call. first, counts [B]: its key tiles."""
     most = int(counts.max())
     number, tile = (np.arange(most)[:, None] < counts).nonzero()  # by key tile, then by query tile
     paired, place = tiles[tile], number * len(tiles) + tile
@@ -333,7 +352,9 @@ def _visible(shared: PassSizes, pos: Ints, at: Ints, keys: Ints) -> tuple[torch.
 
     pos, at [n, M]: last position that a row sees, and its own. keys [n or 1, S].
     """
-    visible = (keys[:, None] <= pos[..., None]) & (keys[:, None] >= shared.bounds(at)[..., None])
+    visible = keys[:, None] <= pos[..., None]
+    if shared.window or shared.first:
+        visible &= keys[:, None] >= shared.bounds(at)[..., None]
     mask = np.where(visible, np.float32(0), np.float32(-np.inf))
     hidden = ~visible.any(2)
     mattering = (hidden & (pos >= 0)).any()

@@ -32,6 +32,9 @@ LEAST_ROWS, FEW_ROWS = BLOCKS[-1], 8
 again.
 """
 
+CALL_ELEMENTS = 1 << 20
+"""Multiply-adds that take as long as the start of a call through oneDNN, 20 µs: rows · N · K."""
+
 PACKED_BYTES = 1 << 30
 """Limit of the copies of weights in oneDNN's layout, in bytes. Weights beyond it keep their layout: slower, same
 bits.
@@ -66,7 +69,7 @@ def row_exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _onednn_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
-    blocks = _blocks(rows)
+    blocks = _blocks(rows, CALL_ELEMENTS // max(weight.numel(), 1))
     if blocks == (rows,):
         return _inner_product(x, weight)
     if (missing := sum(blocks) - rows) > 0:
@@ -81,13 +84,20 @@ def _inner_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product
 
 
-@functools.cache
-def _blocks(rows: int) -> tuple[int, ...]:
-    """Divide ``rows`` into numbers of BLOCKS; the last one may exceed the remaining rows."""
+@functools.lru_cache(4096)
+def _blocks(rows: int, spare: int) -> tuple[int, ...]:
+    """Divide ``rows`` into numbers of BLOCKS; the last one may exceed the remaining rows.
+
+    spare: rows that take as long as the start of a call. Rows are padded to one block rather than divided at a higher
+    cost.
+    """
     found = []
     while rows > 0:
-        more = rows > FEW_ROWS
-        block = max(b for b in BLOCKS if b <= rows) if more else min(b for b in BLOCKS if b >= rows)
+        above = min((b for b in BLOCKS if b >= rows), default=None)
+        if above is not None and (rows <= FEW_ROWS or above - rows <= spare):
+            block = above
+        else:
+            block = max(b for b in BLOCKS if b <= rows)
         found.append(block)
         rows -= block
     return tuple(found) or (0,)

@@ -11,6 +11,9 @@ key (seed_lo, seed_hi), counter (token id, position, 0, 0), first output word. B
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -56,11 +59,12 @@ def gumbel(token, position, seed_lo, seed_hi):
     return -tl.log(tl.where(v < SERIES_BELOW, series, -tl.log(1.0 - v)))
 
 
-Words = Tensor | int
+Words = Any
+"""Unsigned 32-bit words: an int64 tensor, a uint64 array or an int."""
 
 
 def philox_cpu(c0: Words, c1: Words, c2: Words, c3: Words, k0: Words, k1: Words) -> tuple[Words, ...]:
-    """Compute :func:`philox` on int64 tensors (or ints) that hold unsigned words and broadcast together."""
+    """Compute :func:`philox` on words that broadcast together, all tensors, all arrays or all ints."""
     for _ in range(ROUNDS):
         # A product may wrap; its low 64 bits, which are both words, are still right. c1 and c3 are only xored,
         # so they may carry a high word until it is masked.
@@ -71,9 +75,12 @@ def philox_cpu(c0: Words, c1: Words, c2: Words, c3: Words, k0: Words, k1: Words)
 
 
 def gumbel_cpu(token: Tensor, position: Tensor, seed_lo: Tensor, seed_hi: Tensor) -> Tensor:
-    """Compute :func:`gumbel` in torch, for four integer tensors that broadcast together: fp32 of that shape."""
-    keys = [key.long() & WORD for key in (token, position, seed_lo, seed_hi)]
-    word = torch.as_tensor(philox_cpu(keys[0], keys[1], 0, 0, keys[2], keys[3])[0])
+    """Compute :func:`gumbel` on the CPU, for four integer tensors that broadcast together: fp32 of that shape.
+
+    The words are computed by numpy, which starts an operation on few elements in less time than torch does.
+    """
+    keys = [(key.long() & WORD).numpy().view(np.uint64) for key in (token, position, seed_lo, seed_hi)]
+    word = torch.as_tensor(philox_cpu(keys[0], keys[1], 0, 0, keys[2], keys[3])[0]).view(torch.int64)
     v = ((word.float() + 0.5) * 2.0**-32).clamp_max_(LARGEST.value)
     series = v * (1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4))))
     return -torch.log(torch.where(v < SERIES_BELOW.value, series, -torch.log(1.0 - v)))

@@ -351,23 +351,22 @@ def scores_cpu(
     """Compute the scores [N, V] fp32 whose maximum is sampled, -inf for dropped tokens, and the mask of running rows
     [N].
     """
-    slot = slots.long().repeat_interleave(width)
+    slot = slots.long() if width == 1 else slots.long().repeat_interleave(width)
     logits = logits.float() if places is None else logits.index_select(0, places.clamp_min(0)).float()
-    if edits is not None and edited is not None and (edited_rows := edits[slot] != 0).any():
+    if edits is not None and edited is not None and (edited_rows := edits.index_select(0, slot) != 0).any():
         logits = torch.where(edited_rows[:, None], edited, logits)
     scores = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    running = status[slot] == RUNNING.value
+    running = status.index_select(0, slot) == RUNNING.value
     if places is not None:
         running &= places >= 0
 
-    row = (running & (temperature[slot] >= GREEDY_BELOW.value)).nonzero()[:, 0]
+    row = (running & (temperature.index_select(0, slot) >= GREEDY_BELOW.value)).nonzero()[:, 0]
     if threshold is not None:
         threshold.fill_(-torch.inf)
     if row.numel() == 0:
         return scores, running
-    slot = slot[row]
-    score = scores[row]
-    t, k, p, floor = temperature[slot], top_k[slot], top_p[slot], min_p[slot]
+    slot, score = slot.index_select(0, row), scores.index_select(0, row)
+    t, k, p, floor = (field.index_select(0, slot) for field in (temperature, top_k, top_p, min_p))
     filtered = (((k > 0) & (k < logits.shape[1])) | (p < 1) | (floor > 0)).nonzero()[:, 0]
     least = torch.full_like(t, -torch.inf)
     if filtered.numel() > 0:
@@ -375,13 +374,19 @@ def scores_cpu(
     if threshold is not None:
         threshold[row] = least
 
-    n, column = (score >= least[:, None]).nonzero(as_tuple=True)
-    token = column if ids is None else ids[column]
-    keys = (token, (length[slot] + offset + row % width)[n], seed_lo[slot][n], seed_hi[slot][n])
-    noise = torch.cat([gumbel_cpu(*part) for part in zip(*(key.split(CACHED) for key in keys), strict=True)])
-    drawn = torch.full_like(score, -torch.inf)
-    drawn[n, column] = score[n, column] * (1.0 / t)[n] + noise
-    scores[row] = drawn
+    kept, scale = score >= least[:, None], 1.0 / t
+    position, lo, hi = (field.index_select(0, slot) for field in (length, seed_lo, seed_hi))
+    position = position + offset + row % width
+    if kept.numel() <= CACHED and kept.all():  # keys broadcast: the values below, in less time
+        token = torch.arange(score.shape[1]) if ids is None else ids
+        drawn = score * scale[:, None] + gumbel_cpu(token, position[:, None], lo[:, None], hi[:, None])
+    else:
+        n, column = kept.nonzero(as_tuple=True)
+        keys = (column if ids is None else ids[column], position[n], lo[n], hi[n])
+        noise = torch.cat([gumbel_cpu(*part) for part in zip(*(key.split(CACHED) for key in keys), strict=True)])
+        drawn = torch.full_like(score, -torch.inf)
+        drawn[n, column] = score[n, column] * scale[n] + noise
+    scores.index_copy_(0, row, drawn)
     return scores, running
 
 

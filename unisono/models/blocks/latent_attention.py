@@ -2,7 +2,7 @@
 
 Every pass computes the absorbed form, one arithmetic for rounds, chunks and prompts: queries are multiplied into the
 latent space, attend over latents there, and their sums are multiplied out again. Ranks divide the heads, and each holds
-all latents; or each attends with all heads for its own requests, and holds their latents. Built by a family's blocks
+all latents; with DP attention each has all heads, and holds the latents of its own requests. Built by a family's blocks
 (docs/extend/model.md), as attention is.
 
 Shapes: T tokens of a pass, E tokens whose output is read, H hidden, Hq heads, L latent, D / R elements of a head that
@@ -92,7 +92,7 @@ class LatentSpec:
 
     def of(self, ranks: Ranks) -> LatentSpec:
         """The heads of one rank. Raises ConfigError if they cannot be divided."""
-        if ranks.by_requests:
+        if ranks.dp_attention:
             return self
         check_attention_heads(self.num_heads, self.num_heads, ranks.count)
         return replace(self, num_heads=self.num_heads // ranks.count)
@@ -112,7 +112,7 @@ class LatentAttention(nn.Module):
         check_shared_memory(shared_memory(torch.device(builder.device)))
         whole, spec, divided = spec, spec.of(builder.ranks), builder
         self.spec, self.dtype, self.ranks = spec, builder.dtype, builder.ranks
-        if self.ranks.by_requests:
+        if self.ranks.dp_attention:
             builder = replace(builder, ranks=ALONE)
         self.backend = builder.backend(spec.num_heads, spec.num_kv_heads)
         self.cos_sin = builder.rotary(spec.rotary)
@@ -130,7 +130,7 @@ class LatentAttention(nn.Module):
         sizes = whole.num_heads, spec.nope_dim, spec.value_dim, spec.latent_dim
         self.kv_b = UpProjections(sizes, builder.at("kv_b"))
         inputs = whole.num_heads * spec.value_dim
-        self.o = divided.joined("o", inputs, builder.hidden_size, spec.bias, split_inputs=not self.ranks.by_requests)
+        self.o = divided.joined("o", inputs, builder.hidden_size, spec.bias, split_inputs=not self.ranks.dp_attention)
         self.set_norm_formats()
 
     def set_norm_formats(self) -> None:
@@ -155,9 +155,9 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Activations, context: ForwardContext, state: Sequence[torch.Tensor]) -> torch.Tensor:
         """x [T, H] -> [T, Hq · V], the input of ``o``, or [E, Hq · V] with last tokens. Writes T rows."""
-        spec, (cache, *e4m3), owner = self.spec, state, None
-        if self.ranks.by_requests:
-            context, owner = context.of_requests(self.ranks.index, len(cache))
+        spec, (cache, *e4m3), token_ranks = self.spec, state, None
+        if self.ranks.dp_attention:
+            context, token_ranks = context.local_tokens(self.ranks.index, len(cache))
         q, rows = self.a(x).split((self.a.held[0], spec.head_dim), dim=1)
         if self.q_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_norm(q.contiguous()))
@@ -178,7 +178,7 @@ class LatentAttention(nn.Module):
         sums = self.backend.forward(queries, kv, inputs, options)
         out = sums.new_empty(len(sums), spec.num_heads, spec.value_dim)
         head_product(sums.view(len(sums), spec.num_heads, -1), self.kv_b.values, out)
-        return out.flatten(1) if owner is None else self.ranks.of_owner(out.flatten(1), owner)
+        return out.flatten(1) if token_ranks is None else self.ranks.gather_tokens(out.flatten(1), token_ranks)
 
     def project(
         self, y: Activations, residual: torch.Tensor, norm: nn.Module | None

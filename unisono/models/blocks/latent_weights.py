@@ -64,7 +64,8 @@ class UpProjections(nn.Module):
         return ((self.first * (keys + values), (self.first + len(self.keys)) * (keys + values)),)
 
     def places(self) -> Iterator[tuple[str, WeightTarget]]:
-        """(name, target) of the weight, and of its scales if it has any."""
+        """Yield (name, target) of the weight and of its scales, and forget tensors of an unfinished read."""
+        self._read = {}
         heads, keys, values, latent = self.sizes
         rows = heads * (keys + values)
         for kind, stored in self.tensors.items():
@@ -73,6 +74,14 @@ class UpProjections(nn.Module):
             if len(self.keys) < heads and (self.integers or kind == "weight"):
                 part = stored.part(self.runs)
             yield kind, _UpTarget(self.keys, shape, stored.accepts, part, kind=kind, also=tuple(also), of=self)
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError if some of the tensors were read and others not: the parameters are the old ones."""
+        if self._read:
+            missing = sorted(self.tensors.keys() - self._read.keys())
+            raise CheckpointError(
+                f"a kv_b was written without its {', '.join(missing)}: push its weight and its scales together."
+            )
 
     def take(self, kind: str, stored: torch.Tensor) -> None:
         """Keep one tensor as read; with the last one fill the parameters. May be called from several threads."""

@@ -19,6 +19,7 @@ from unisono.layers.experts import Experts
 from unisono.layers.formats.base import PLAIN, Slice, Slices, StoredTensor, WeightFormat, WeightTarget, part_of
 from unisono.layers.norm import Factor, LayerNorm, RMSNorm
 from unisono.models.blocks.decoder import Decoder
+from unisono.models.blocks.latent_weights import UpProjections
 from unisono.models.config import TOWER_PREFIXES, Family, checkpoint_name
 from unisono.models.load.build import AttentionFactory, Builder, no_attention
 from unisono.models.load.checkpoint import Checkpoint
@@ -344,6 +345,16 @@ def decoder_update(decoder: Decoder, checkpoint: Checkpoint) -> WeightUpdate:
     return WeightUpdate(decoder, targets, tensors, check_values)
 
 
+class ExpertNames(Container[str]):
+    """Names of tensors, any expert's for one expert's: a rank learns the form in which others' experts are stored."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._kinds = {EXPERT.sub("*", name) for name in names}
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and EXPERT.sub("*", name) in self._kinds
+
+
 def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]) -> WeightUpdate:
     """Some of a decoder's weights, by their names in ``checkpoint``; the others stay.
 
@@ -351,7 +362,7 @@ def partial_update(decoder: Decoder, checkpoint: Checkpoint, tensors: Mapping[st
     the model, and for a wrong shape or dtype.
     """
     tensors = _as_named(dict(tensors), checkpoint.family)
-    names = {whole_name(name) for name in tensors}
+    names = ExpertNames(map(whole_name, tensors))
     every, tensors = with_slices(checkpoint_names(decoder, checkpoint.family, names), tensors)
     targets = dict[str, WeightTarget]()
     kinds = {EXPERT.sub("*", name) for name in every} if decoder.builder.ranks.whole_experts else set[str]()
@@ -407,7 +418,13 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def check_finite(module: nn.Module, where: object) -> None:
-    """Raise CheckpointError, naming ``where``, for weights that are NaN or infinite: every output would be nonsense."""
+    """Raise CheckpointError, naming ``where``, for weights that are NaN or infinite: every output would be nonsense.
+
+    Also for weights that were written without their scales.
+    """
+    for part in module.modules():
+        if isinstance(part, UpProjections):
+            part.check_complete()
     for name, weight in module.named_parameters():
         if weight.is_floating_point() and weight.numel() and weight.element_size() > 1:
             low, high = torch.aminmax(weight)

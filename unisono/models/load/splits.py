@@ -59,7 +59,7 @@ def _gather_bytes(module: nn.Module) -> Iterator[int]:
             yield module.outputs * size
         if module.joins:
             yield module.outputs * size
-    elif isinstance(module, LatentAttention) and module.ranks.by_requests:
+    elif isinstance(module, LatentAttention) and module.ranks.dp_attention:
         yield module.spec.num_heads * module.spec.value_dim * module.dtype.itemsize
     elif isinstance(module, Experts):
         gate_up, down = module.stacks

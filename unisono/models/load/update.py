@@ -37,17 +37,17 @@ class WeightUpdate:
 
 
 class Changes:
-    """Writes updates, and takes them back.
+    """Write updates, and take them back.
 
     scratch: unused memory of the weights' device, uint8 [bytes] each, for the old values; it is zeroed at the end. Old
-        values without room there are kept in host memory. keeps_old: False if the old values are void; an error then
-        leaves void ones.
+        values without room there are kept in host memory. void: module whose old values are void and not kept; an error
+        leaves it void.
     """
 
     def __init__(
-        self, updates: Sequence[WeightUpdate], scratch: Sequence[torch.Tensor] = (), keeps_old: bool = True
+        self, updates: Sequence[WeightUpdate], scratch: Sequence[torch.Tensor] = (), void: nn.Module | None = None
     ) -> None:
-        self.updates, self._keeps_old = updates, keeps_old
+        self.updates, self._void = updates, void
         self._scratch, self._used = list(scratch), [0] * len(scratch)
         self._parameters = {id(p): p for update in updates for p in update.module.parameters() if not p.is_meta}
         self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -55,8 +55,8 @@ class Changes:
     @torch.no_grad()
     def write(self) -> None:
         """Write all updates; after any error the old weights are in place."""
-        if self._keeps_old:
-            self._old = [(each, self._copy(each)) for each in self._parameters.values()]
+        void = set() if self._void is None else set(map(id, self._void.parameters()))
+        self._old = [(each, self._copy(each)) for key, each in self._parameters.items() if key not in void]
         try:
             for update in self.updates:
                 device = next(update.module.parameters()).device

@@ -1,4 +1,4 @@
-"""Attention by requests: ranks that hold the latents of their own requests write the bytes of one process."""
+"""DP attention: ranks that hold the latents of their own requests write the bytes of one process."""
 
 from __future__ import annotations
 
@@ -71,10 +71,19 @@ def test_pages_are_divided_and_requests_balanced(plain: Path) -> None:
     with engine(plain, tensor_parallel_size=2, **APART, **flags) as llm:
         latents = [each for each in llm.engine.worker.store.parts(0) if len(each) == 12]
         assert latents, "half of the pages on each rank"
-        assert llm.engine.config.max_model_len <= 11 * PAGE_SIZE
         pools = llm.engine.pool.pools
         llm.generate([[i] * 20 for i in range(1, 5)], SamplingParams(max_tokens=1))
         assert [pool.cached_pages for pool in pools] == [2, 2]
+
+
+def test_a_full_rank_preempts_its_own_requests(plain: Path) -> None:
+    """Two requests fill rank 0, and the last in the queue runs on rank 1, where preempting it would free nothing."""
+    flags = ROOMY | {"num_pages": 12, "max_num_batched_tokens": 128}
+    with engine(plain, tensor_parallel_size=2, **APART, **flags) as llm:
+        sizes = ((28, 8), (40, 3), (28, 8), (3, 12))  # prompt and answer; requests 0 and 2 share rank 0
+        prompts = [[number + 1] * size for number, (size, _) in enumerate(sizes)]
+        llm.generate(prompts, [SamplingParams(max_tokens=count, ignore_eos=True) for _, count in sizes])
+        assert llm.engine.scheduler.preemptions == 1
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -94,6 +103,12 @@ def test_pairs_that_are_refused(what: str, plain: Path) -> None:
 def test_pages_that_do_not_divide_are_refused(plain: Path) -> None:
     with pytest.raises(ConfigError, match="--num-pages 13 cannot be divided among 2 ranks"):
         engine(plain, tensor_parallel_size=2, **APART, **ROOMY | {"num_pages": 13})
+
+
+def test_a_context_that_no_rank_holds_is_refused(plain: Path) -> None:
+    """8 pages are 4 on each rank, one of them padding."""
+    with pytest.raises(ConfigError, match=f"--max-model-len 80 needs 5 KV pages, 3 fit .*lower it to {3 * PAGE_SIZE}"):
+        engine(plain, tensor_parallel_size=2, **APART, **ROOMY | {"num_pages": 8})
 
 
 def test_heads_that_are_not_latent_are_refused() -> None:
