@@ -45,7 +45,7 @@ SHARED = [
     ({"stop": [""]}, 400, "stop", ["non-empty"]),
     ({"stop": 3}, 400, "stop", ["3", "a string or a list"]),
     ({"stop_token_ids": [1000]}, 400, "stop_token_ids", ["1000", "0 to 999"]),
-    ({"stop_token_ids": list(range(20))}, 400, "stop_token_ids", ["20 stop token ids", "at most 16"]),
+    ({"stop_token_ids": list(range(20))}, 400, "stop_token_ids", ["20 entries", "at most 16"]),
     ({"stream": "yes"}, 400, "stream", ['"yes"', "true or false"]),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options", ["stream=true"]),
     ({"stream": True, "stream_options": {"usage": True}}, 400, "stream_options", ["include_usage"]),

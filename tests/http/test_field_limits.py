@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, FailFast
+from pydantic import BaseModel, FailFast, ValidationError
 
 from tests.http.conftest import Server
 from unisono.http import request_body as body
 from unisono.http.errors import ApiError, show
 from unisono.http.limits import fields as field_limits
-from unisono.http.limits.fields import BODIES, PARAMETERS, validated
+from unisono.http.limits.fields import BODIES, PARAMETERS, FirstWrongValue, validated
 from unisono.types import BadRequest, SamplingParams
-from unisono.types.limits import SAMPLING, Chars, Data, Entries, Items, Real, Whole, shown, weight
+from unisono.types.limits import SAMPLING, Both, Chars, Data, Entries, Items, Real, Whole, shown, weight
 
 MODULES = (
     "openai.protocol", "sglang_api", "anthropic_api.body", "responses_api.body", "routes.embeddings", "routes.pooling",
@@ -52,14 +52,27 @@ def kinds(annotation: Any) -> set[Any]:
     return {origin or annotation}
 
 
-def unguarded(annotation: Any, guarded: bool = False) -> bool:
-    """True if a list of checked entries collects an error for each of them."""
+MOST_ERRORS = 1024
+"""Errors of one field that a check may collect; each takes about 5 KiB."""
+
+
+def unguarded(annotation: Any, entries: float = math.inf, guarded: bool = False) -> bool:
+    """True if a list or object of checked entries collects an error for each of them. entries: of the field's limit."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return unguarded(inner[0], any(isinstance(one, FailFast) for one in inner[1:]))
+        guards = (FailFast, FirstWrongValue)
+        return unguarded(inner[0], entries, any(isinstance(one, guards) for one in inner[1:]))
     if origin is list and inner[0] is not Any and not guarded:
         return True
-    return any(unguarded(one) for one in inner)
+    if origin is dict and inner[1] is not Any and not guarded and entries > MOST_ERRORS:
+        return True
+    return any(unguarded(one, entries if origin is not list else 0) for one in inner)
+
+
+def most_entries(limit: Any) -> float:
+    """Entries that a limit of an object allows."""
+    limits = limit.limits if isinstance(limit, Both) else (limit,)
+    return min((one.most for one in limits if isinstance(one, Entries)), default=math.inf)
 
 
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.__name__)
@@ -70,8 +83,18 @@ def test_every_field_has_a_limit(model: type[BaseModel]) -> None:
     for name in model.model_fields:
         free = kinds(hints[name]) <= {bool, type(None), typing.Literal}
         assert (name in limits) is not free, name
-        assert not unguarded(hints[name]), f"{name}: a list needs FirstError"
+        most = most_entries(limits.get(name))
+        assert not unguarded(hints[name], most), f"{name}: a list needs FirstError, an object FirstWrongValue"
     assert limits.keys() <= model.model_fields.keys()
+
+
+def test_the_first_wrong_tensor_handle_ends_the_check() -> None:
+    """1 MiB of empty handles gave 400,000 errors: 1.3 s of the event loop and 380 MiB."""
+    [kind] = [one for one in models() if one.__name__ == "UpdateTensorsRequest"]
+    wrong = {"handles": {str(number): {} for number in range(1000)}}
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(wrong)
+    assert refused.value.error_count() == 5  # the fields of one handle
 
 
 def test_every_number_of_sampling_params_has_a_limit() -> None:

@@ -16,15 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.http import fuzz, tokenizers_
+from tests.http.largest_ import LISTS, largest
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PreparedPrompt
 from unisono.text.detokenizer import Detokenizer
 from unisono.text.templates.renderer import Renderer
 from unisono.text.tokenizer import Tokenizer
 from unisono.types import BadRequest, FinishReason, SamplingParams
-from unisono.types.limits import SAMPLING, Both, Chars, Entries, Items, Limit, Real, Whole
+from unisono.types.limits import SAMPLING
 
-MOST_ENTRIES, MOST_CHARS = 100_000, 10_000
-"""Of the values that are tried, where a limit allows more."""
 SECONDS = 0.5
 """Processor time that the event loop may spend on a request."""
 
@@ -36,27 +35,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     found = Tokenizer.load(path)
     assert found is not None
     return found
-
-
-def largest(limit: Limit | None, many: bool) -> Any:
-    """A value at the limit: with as many entries as it takes (short ones), or few of the longest."""
-    match limit:
-        case Chars(most):
-            return "zq " * (min(most, MOST_CHARS) // 3)
-        case Items(most, each):
-            if each is None or isinstance(each, (Whole, Real)):
-                return list(range(min(most, MOST_ENTRIES)))
-            longest = largest(each, many)
-            short = [f"zq{i}"[: len(longest)] for i in range(min(most, MOST_ENTRIES))]
-            return short if many else [f"{longest[:-6]}{i:06}" for i in range(min(most, 1000))]
-        case Entries(most, each, _):
-            return {str(i): 1.0 for i in range(min(most, MOST_ENTRIES))}
-        case Both(limits):
-            return largest(limits[0], many)
-    raise NotImplementedError(limit)
-
-
-LISTS = [name for name, limit in SAMPLING.items() if not isinstance(limit, (Whole, Real))]
 
 
 @pytest.mark.parametrize("many", [True, False])

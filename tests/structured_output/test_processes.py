@@ -80,6 +80,15 @@ def test_a_form_that_no_text_matches_is_refused(grammars: Grammars, form: dict[s
     assert refused.value.param == "structured_outputs"
 
 
+@pytest.mark.parametrize("depth", [20, 60])
+def test_a_form_whose_text_is_too_long_for_the_grammar_engine_is_refused(grammars: Grammars, depth: int) -> None:
+    """Rules that double a text: its first token was allowed and then refused, an error of the server."""
+    rules = "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(depth))
+    with pytest.raises(BadRequest, match="a limit of the grammar engine") as refused:
+        grammars.get(StructuredOutputs(grammar=f'start: a0\n{rules}a{depth}: "x"'))
+    assert refused.value.param == "structured_outputs"
+
+
 def test_a_failed_output_is_freed_at_once(grammars: Grammars) -> None:
     """Its channel with it: an error that it kept would keep it, by its frames, until a full garbage collection."""
     matcher = follower(grammars, regex("ab"))

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +38,8 @@ IDLE_MS = 1000
 """Milliseconds without work after which the engine checks its bookkeeping, once, and captures missing graphs."""
 PREPARED_MS = 2
 """Milliseconds between two checks of grammars that threads compile, while the engine is idle."""
+RECEIVE_SECONDS = 0.02
+"""Seconds after which the messages that still wait are left for after the next step, while requests run."""
 PARENT_GONE_MS = 1000
 """Milliseconds after which an unread message means that the API process is gone."""
 
@@ -193,9 +196,9 @@ class EngineServer:
         return delta
 
     def receive(self) -> None:
-        """Handle every waiting message."""
-        inspect = False
-        while True:
+        """Handle waiting messages: all of them, or those of RECEIVE_SECONDS while requests run."""
+        inspect, end = False, time.monotonic() + RECEIVE_SECONDS
+        while time.monotonic() < end or not self.engine.has_work():
             try:
                 data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -92,13 +92,20 @@ def described(directory: Path) -> Path:
     names = small_files([file.name for file in files])
 
     def made() -> dict[str, Any]:
-        texts = {name: (directory / name).read_text(encoding="utf-8") for name in names if not name.endswith(".model")}
+        texts = {name: _text(directory / name) for name in names if not name.endswith(".model")}
         config = config_of(read_json(directory / NATIVE), directory / NATIVE)
         if config.get("quantization_config", {}).get("quant_method") == "fp8":
             config["quantization_config"]["modules_to_not_convert"] = _plain_modules(files)
         return {**texts, CONFIG: config}
 
     return describe(FORM, directory, f"{FORMAT}\n{state}", made)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from None
 
 
 def _plain_modules(files: list[Path]) -> list[str]:
@@ -147,7 +154,10 @@ def config_of(params: Mapping[str, Any], file: Path) -> dict[str, Any]:
 def _rope(left: dict[str, Any], file: Path) -> dict[str, Any]:
     """Take the fields of positions: scaled by YaRN, and the growth of queries."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": left.pop("rope_theta", None) or 10_000.0}
-    yarn, growth = dict(left.pop("yarn", None) or {}), dict(left.pop("llama_4_scaling", None) or {})
+    yarn, growth = left.pop("yarn", None) or {}, left.pop("llama_4_scaling", None) or {}
+    if not isinstance(yarn, dict) or not isinstance(growth, dict):
+        raise CheckpointError(f"{file}: yarn and llama_4_scaling must be objects.")
+    yarn, growth = dict(yarn), dict(growth)
     try:
         if yarn:
             found |= {"rope_type": "yarn", "factor": float(yarn.pop("factor"))}
@@ -160,7 +170,7 @@ def _rope(left: dict[str, Any], file: Path) -> dict[str, Any]:
             every = int(growth.pop("original_max_position_embeddings"))
             if found.setdefault("original_max_position_embeddings", every) != every:
                 raise CheckpointError(f"{file}: llama_4_scaling and yarn have different numbers of positions.")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{file}: yarn or llama_4_scaling is not valid: {error!r}.") from None
     if unknown := sorted({*yarn, *growth}):
         raise CheckpointError(f"{file}: yarn or llama_4_scaling has fields that are not known: {', '.join(unknown)}.")

@@ -36,7 +36,9 @@ def text_rules(directory: Path) -> TextRules:
         raise CheckpointError(f"{file} is not a JSON object: download it again.")
     longest, lower = found.get("max_seq_length"), found.get("do_lower_case")
     if longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 2):
-        raise CheckpointError(f"{file}: max_seq_length={longest!r} must be a number of tokens, at least 2, or null.")
+        raise CheckpointError(
+            f"{file}: max_seq_length={str(longest)[:80]} must be a number of tokens, at least 2, or null."
+        )
     if lower not in (None, False, True):
-        raise CheckpointError(f"{file}: do_lower_case={lower!r} must be true or false.")
+        raise CheckpointError(f"{file}: do_lower_case={str(lower)[:80]} must be true or false.")
     return TextRules(longest, bool(lower))

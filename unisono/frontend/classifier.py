@@ -10,7 +10,6 @@ Shapes: L labels, H hidden.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from unisono.config.untrusted_files import read_json
 from unisono.frontend.head_layers import (
     ACTIVATIONS,
     HeadLayer,
     HeadNorm,
     Stored,
+    field_of,
     layer_of,
     read_stored,
     stored_tensors,
@@ -87,16 +88,16 @@ def classifier_of(
     """The head of a checkpoint; None for one without a head.
 
     overrides: ``--hf-overrides``. token_id: id of a token of the vocabulary. Raises ValueError naming the field or the
-    tensor that is wrong.
+    tensor that is wrong, and CheckpointError for a config.json without an object.
     """
-    config = {**json.loads((directory / "config.json").read_text(encoding="utf-8")), **overrides}
+    config = {**read_json(directory / "config.json"), **overrides}
     tokens = config.get("classifier_from_token")
     if tokens:
         return _from_tokens(directory, tokens, config, token_id)
-    architecture = str((config.get("architectures") or [""])[0])
+    architecture = str((field_of(config, "architectures", list, []) or [""])[0])
     if not architecture.endswith(HEADS):
         return None
-    tensors, hidden = stored_tensors(directory), int(config.get("hidden_size") or 0)
+    tensors, hidden = stored_tensors(directory), field_of(config, "hidden_size", int, 0)
     encoder = next((read for name, read in ENCODERS.items() if architecture == f"{name}{CLASSIFIES}"), None)
     layers, last, mode = (_rewarding if encoder is None else encoder)(tensors, hidden, config)
     if f"{last}.weight" not in tensors:
@@ -118,7 +119,9 @@ def _activation(architecture: str, config: Mapping[str, Any], labels: int) -> st
     if named:
         name = str(named).rpartition(".")[2].lower()
         if name not in (IDENTITY, "sigmoid", "softmax"):
-            raise ValueError(f"the activation of labels {named!r}: supported are Identity, Sigmoid and Softmax")
+            raise ValueError(
+                f"the activation of labels {str(named)[:80]!r}: supported are Identity, Sigmoid and Softmax"
+            )
         return name
     kind = config.get("problem_type")
     if kind == "regression" or architecture.endswith(REWARDS):
@@ -149,13 +152,13 @@ def _of_roberta(tensors: Mapping[str, Stored], hidden: int, config: Mapping[str,
 def _of_modernbert(tensors: Mapping[str, Stored], hidden: int, config: Mapping[str, Any]) -> Read:
     mode, activation = config.get("classifier_pooling", "cls"), str(config.get("classifier_activation", "gelu"))
     if mode not in ("cls", "mean"):
-        raise ValueError(f"classifier_pooling={mode!r} must be 'cls' or 'mean'")
+        raise ValueError(f"classifier_pooling={str(mode)[:80]!r} must be 'cls' or 'mean'")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"classifier_activation={activation!r}: supported are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"classifier_activation={activation[:80]!r}: supported are {', '.join(ACTIVATIONS)}")
     if "head.norm.weight" not in tensors:
         raise ValueError("the checkpoint has no tensor head.norm.weight")
     bias = read_stored(*tensors["head.norm.bias"]) if "head.norm.bias" in tensors else None
-    norm = HeadNorm(read_stored(*tensors["head.norm.weight"]), bias, float(config.get("norm_eps", 1e-5)))
+    norm = HeadNorm(read_stored(*tensors["head.norm.weight"]), bias, field_of(config, "norm_eps", float, 1e-5))
     return (layer_of(tensors, "head.dense", hidden, activation, norm),), "classifier", str(mode)
 
 

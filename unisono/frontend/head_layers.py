@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ HEADER_BYTES = 8
 """Length of the field with the size of a safetensors header."""
 KINDS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(kind) for name, kind in KINDS.items()}
+
+T = TypeVar("T")
 
 Stored = tuple[Path, str, tuple[int, ...], int]
 """File, dtype, shape and offset in bytes of a tensor."""
@@ -35,6 +37,16 @@ ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)),
 }
 """Supported activations of layers."""
+
+
+def field_of(config: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
+    """The value of a checkpoint's field; ``default`` if it is missing or null. Raises ValueError for another type."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name}={str(value)[:80]} must be of type {kind.__name__}")
+    return value
 
 
 @dataclass(frozen=True)

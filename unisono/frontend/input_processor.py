@@ -33,7 +33,7 @@ from unisono.types import (
     Overrides,
     SamplingParams,
 )
-from unisono.types.checks import check_request
+from unisono.types.checks import check_copied, check_repeated, check_request, copied_bytes
 
 SEED_BITS = 53
 """Bits of a random seed: JavaScript represents such a number exactly."""
@@ -323,6 +323,7 @@ class InputProcessor:
         A request without a seed gets one. logprobs_field: the caller's name of ``logprobs``. prompt_only: see
         EngineRequest. Raises BadRequest.
         """
+        check_repeated(params, params.n)
         prompt = self.truncated(prompt, params, prompt_only)
         if params.seed is None:
             params = replace(params, seed=self.draw_seed())
@@ -345,6 +346,7 @@ class InputProcessor:
             prompt_only=prompt_only,
         )
         check_request(request, model.max_model_len, model.vocab_size, model.hidden_size, prompt.param)
+        check_copied(copied_bytes(request), params.n)
         return request
 
     def _check_limits(self, params: SamplingParams, priority: int, name: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from unisono.config.sentence_files import text_rules
-from unisono.frontend.head_layers import ACTIVATIONS, HeadLayer, folded, layer_of, stored_tensors
+from unisono.frontend.head_layers import ACTIVATIONS, HeadLayer, field_of, folded, layer_of, stored_tensors
 from unisono.types import BadRequest, CheckpointError
 
 MODES = {
@@ -152,8 +152,8 @@ def _read(directory: Path) -> Pooling:
                 f"{MODULES} has a module {kind!r}; Transformer, Pooling, Dense and Normalize are supported"
             )
     prompts = _json(directory / PROMPTS, dict) if (directory / PROMPTS).is_file() else {}
-    named = {str(name): str(text) for name, text in (prompts.get("prompts") or {}).items()}
-    default = prompts.get("default_prompt_name")
+    named = {str(name): str(text) for name, text in field_of(prompts, "prompts", dict, {}).items()}
+    default = field_of(prompts, "default_prompt_name", str, "")
     lower = text_rules(directory).lower_case
     found = Pooling(prompts=named, default_prompt=default if default in named else None, lower_case=lower)
     if not (pooling / "config.json").is_file():
@@ -166,7 +166,7 @@ def _read(directory: Path) -> Pooling:
     if config.get("include_prompt") is False and any(named.values()):
         raise ValueError(f"{where}: include_prompt=false, pooling without the tokens of a prompt, is not supported")
     joined = "+".join(dict.fromkeys(MODES[mode] for mode in sorted(modes, key=[*MODES].index)))
-    inputs = int(config.get("word_embedding_dimension") or 0) * len(joined.split("+"))
+    inputs = field_of(config, "word_embedding_dimension", int, 0) * len(joined.split("+"))
     layers = _dense_layers(dense, inputs)
     model = directory / "config.json"
     sizes = _json(model, dict).get("matryoshka_dimensions") if model.is_file() else None
@@ -191,7 +191,7 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
     return [key.removeprefix(prefix) for key, on in config.items() if key.startswith(prefix) and on is True]
 
 
-def _dense_layers(directories: list[Path], inputs: Any) -> tuple[HeadLayer, ...]:
+def _dense_layers(directories: list[Path], inputs: int) -> tuple[HeadLayer, ...]:
     """The dense layers of a checkpoint. inputs: values of the pooled state. Raises ValueError."""
     layers: list[HeadLayer] = []
     for directory in directories:
@@ -205,7 +205,7 @@ def _dense_layers(directories: list[Path], inputs: Any) -> tuple[HeadLayer, ...]
         tensors = stored_tensors(directory)
         if not tensors:
             raise ValueError(f"{directory.name} has no model.safetensors")
-        size = len(layers[-1].weight) if layers else int(inputs or config.get("in_features") or 0)
+        size = len(layers[-1].weight) if layers else inputs or field_of(config, "in_features", int, 0)
         layers.append(layer_of(tensors, "linear", size, activation))
     return folded(layers)
 
@@ -215,8 +215,8 @@ def _json(file: Path, kind: type) -> Any:
     where = file.relative_to(file.parents[1]) if file.parent.name[:1].isdigit() else file.name
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where} cannot be read: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} cannot be read: {str(error)[:300]}") from None
     if not isinstance(found, kind):
         raise ValueError(f"{where} is not {'an object' if kind is dict else 'a list'}")
     return found

@@ -125,3 +125,7 @@ class SequenceOutput:
     def prompt_hidden_states(self) -> Vectors:
         """The hidden states of each prompt token, [tokens, hidden]; empty except for a prompt's first sequence."""
         return self._prompt_hidden
+
+    def forget_prompt_hidden_states(self) -> None:
+        """Free the hidden states of the prompt's tokens."""
+        self._prompt_hidden = Vectors("float32", 0, b"")

@@ -5,6 +5,7 @@ A stream's events carry the text so far instead of the new text, as SGLang's do.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import time
@@ -184,7 +185,7 @@ class GenerateReply:
         answers = [self._worded(index) for index in range(len(self.generations))]
         if self.request.return_hidden_states:
             for answer, generation in zip(answers, self.generations, strict=True):
-                states = generation.hidden_states()
+                states = await asyncio.to_thread(generation.hidden_states)
                 assert states is not None
                 answer["meta_info"]["hidden_states"] = [*([states[1]] if states[1] else []), *states[0]]
         for answer, generation in zip(answers, self.generations, strict=True):

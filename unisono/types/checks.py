@@ -11,7 +11,15 @@ from collections.abc import Collection, Sequence
 
 from unisono.types.engine_request import EngineRequest
 from unisono.types.errors import BadRequest, FieldPath
-from unisono.types.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
+from unisono.types.limits import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_COPIED_BYTES,
+    MAX_REPEATED_IDS,
+    MAX_STOP_IDS,
+    weight,
+)
+from unisono.types.sampling_params import SamplingParams
 
 
 def check_request(
@@ -59,6 +67,43 @@ def check_request(
         )
     if params.prompt_logprobs is not None:
         _check_prompt_logprobs(request, embedded)
+
+
+def check_repeated(params: SamplingParams, sequences: int) -> None:
+    """Raise BadRequest for parameters that are too large for so many sequences, each of which has a copy."""
+    allowed = len(params.allowed_token_ids or ())
+    if allowed * sequences > MAX_REPEATED_IDS:
+        raise BadRequest(
+            f"allowed_token_ids has {allowed} ids, and the request {sequences} sequences, each with the list; at most "
+            f"{MAX_REPEATED_IDS} ids are taken together. Send fewer sequences at a time, or use logit_bias.",
+            "allowed_token_ids",
+        )
+    check_copied((sequences - 1) * _parameter_bytes(params), sequences)
+
+
+def copied_bytes(request: EngineRequest) -> int:
+    """Bytes that the sequences of a request after its first one repeat."""
+    overrides = 0 if request.overrides is None else len(request.overrides.vectors.data)
+    pixels = sum(len(item.pixels.data) for item in request.media)
+    own = 8 * len(request.prompt_token_ids) + overrides + pixels + _parameter_bytes(request.params)
+    return (request.params.n - 1) * own
+
+
+def check_copied(total: int, sequences: int) -> None:
+    """Raise BadRequest for more repeated bytes than MAX_COPIED_BYTES. sequences: of the request."""
+    if total > MAX_COPIED_BYTES:
+        raise BadRequest(
+            f"n: {sequences} sequences repeat {total >> 20} MiB of prompts, images, embeddings and parameters; at most "
+            f"{MAX_COPIED_BYTES >> 20} MiB are taken. Send fewer sequences at a time.",
+            "n",
+        )
+
+
+def _parameter_bytes(params: SamplingParams) -> int:
+    """Bytes of a request's largest parameters."""
+    form = params.structured_outputs
+    grammar = None if form is None else getattr(form, form.kind)
+    return 8 * len(params.allowed_token_ids or ()) + weight((grammar, params.extra_args), MAX_COPIED_BYTES)
 
 
 def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str, embedded: Collection[int] = ()) -> None:

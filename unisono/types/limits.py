@@ -44,6 +44,12 @@ MAX_SEQUENCES = 128
 MAX_TOKEN_IDS = 1 << 20
 """Token ids in a list that is not a prompt: more than any vocabulary has."""
 
+MAX_REPEATED_IDS = 1 << 20
+"""Entries of ``allowed_token_ids`` times the sequences of a request: each sequence has the list."""
+
+MAX_COPIED_BYTES = 1 << 29
+"""Bytes that a request's further sequences repeat: prompts, embeddings, pixels, ``extra_args``, grammars."""
+
 MAX_PATTERNS, MAX_PATTERN_CHARS = 16, 1000
 """Expressions of ``stop_regex``, and the characters of each."""
 
@@ -300,7 +306,7 @@ SAMPLING: Mapping[str, Limit] = {
     "n": Whole(1, MAX_SEQUENCES),
     "stop": Items(MAX_STOPS, Chars(MAX_STOP_CHARS)),
     "stop_regex": Items(MAX_PATTERNS, Chars(MAX_PATTERN_CHARS)),
-    "stop_token_ids": TOKEN_IDS,
+    "stop_token_ids": Items(MAX_STOP_IDS),
     "bad_words": Items(MAX_BAD_WORDS, Chars(MAX_BAD_WORD_CHARS)),
     "allowed_token_ids": TOKEN_IDS,
     "logprobs": Whole(-1, note="-1 reports the whole vocabulary, and otherwise the number is ≥ 0"),

@@ -35,6 +35,13 @@ def _within(limits: Mapping[str, Any], values: Any) -> None:
             require(False, name, value, problem)
 
 
+def _are_ids(values: tuple[Any, ...]) -> bool:
+    """True if all values are whole numbers ≥ 0; each ``replace`` of parameters repeats this check."""
+    if set(map(type, values)) <= {int}:
+        return min(values, default=0) >= 0
+    return all(is_int(value) and value >= 0 for value in values)
+
+
 _OTHERS = {
     "best_of": "Use n; /v1/completions has best_of.",
     "early_stopping": "BeamSearchParams has the fields of a beam search.",
@@ -182,8 +189,9 @@ class SamplingParams(Concise):
             ok = all(isinstance(one, str) and one for one in getattr(self, name))
             require(ok, name, getattr(self, name), "every entry must be a non-empty string")
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
-            ok = all(is_int(one) and one >= 0 for one in getattr(self, name) or ())
-            require(ok, name, getattr(self, name), "every id must be a whole number ≥ 0")
+            require(
+                _are_ids(getattr(self, name) or ()), name, getattr(self, name), "every id must be a whole number ≥ 0"
+            )
         for name in ("return_hidden_states", "return_routed_experts", "detokenize", "spaces_between_special_tokens"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "it must be true or false")
         for name, kind in (("structured_outputs", StructuredOutputs), ("thinking", Thinking)):

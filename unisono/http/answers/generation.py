@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from unisono.cluster.engines import ANYWHERE, Placement
@@ -122,18 +123,23 @@ class Generation:
 
     def hidden_states(self) -> tuple[HiddenStates, HiddenStates | None] | None:
         """The hidden states of generated tokens, and of prompt tokens (for a prompt's first sequence only), once it has
-        ended.
+        ended, as JSON by tokens.
 
-        None if not requested.
+        None if not requested. The prompt's are forgotten here. Millions of numbers take seconds: call it in a thread.
         """
         if not self._request.params.return_hidden_states:
             return None
-        own, prompt = numbers(self._output.hidden_states()), self.prompt_states()
-        return own.tolist(), prompt.tolist() if len(prompt) else None
+        own, prompt = numbers(self._output.hidden_states()), self.take_prompt_states()
+        return _json_rows(own), _json_rows(prompt) if len(prompt) else None
 
-    def prompt_states(self) -> np.ndarray:
-        """The hidden states of the prompt's tokens, [tokens, hidden] in float32, once it has ended and if requested."""
-        return numbers(self._output.prompt_hidden_states())
+    def take_prompt_states(self) -> np.ndarray:
+        """The hidden states of the prompt's tokens, [tokens, hidden] in float32, once it has ended and if requested.
+
+        They are forgotten here.
+        """
+        states = numbers(self._output.prompt_hidden_states())
+        self._output.forget_prompt_hidden_states()
+        return states
 
     @property
     def routed_experts(self) -> tuple[ExpertIds | None, ExpertIds | None]:
@@ -349,6 +355,11 @@ class Generation:
         """The text of a token by itself, or its id in vLLM's form if requested or without a text."""
         text = None if self._style.ids else self._output.token_text(token_id)
         return f"token_id:{token_id}" if text is None else text
+
+
+def _json_rows(rows: np.ndarray) -> HiddenStates:
+    """Rows [tokens, hidden] as JSON, one at a time: the event loop runs between them."""
+    return [msgspec.Raw(msgspec.json.encode(row.tolist())) for row in rows]
 
 
 async def start_all(generations: Sequence[Generation]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, FailFast, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationError
 
 from unisono.http.errors import ApiError, show
 from unisono.types import BadRequest
@@ -56,6 +56,21 @@ class FirstError(FailFast):
     """
 
     __hash__ = object.__hash__
+
+
+class FirstWrongValue(BeforeValidator):
+    """Annotation of an object whose values are of a model: its check ends with the first wrong value.
+
+    kind: the model. pydantic's FailFast covers lists only before version 2.14.
+    """
+
+    def __init__(self, kind: type[BaseModel]) -> None:
+        def read(values: Any) -> Any:
+            if not isinstance(values, dict):
+                return values
+            return {name: kind.model_validate(value) for name, value in values.items()}
+
+        super().__init__(read)
 
 
 Strings = Annotated[list[str], FirstError()]

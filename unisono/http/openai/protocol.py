@@ -267,6 +267,10 @@ class CompletionRequest(GenerationRequest):
                 "embedding_overrides",
             )
 
+    def count(self) -> int:
+        """Number of prompts. Raises BadRequest for none at all, too many, or an empty one."""
+        return len(self.prompts()) + len(self.embeds())
+
     def embeds(self) -> Sequence[str]:
         """The prompts that are embeddings, encoded; they come before the others."""
         value = self.prompt_embeds

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from unisono.text.tool_parsers.base import ToolDelta
 from unisono.types import Logprob
@@ -140,7 +140,7 @@ def finite(values: PromptLogprobs) -> PromptLogprobs:
     return values
 
 
-HiddenStates = list[list[float]]
+HiddenStates = list[Raw]
 """The final hidden state (the LM head's input) of each generated token but the last, or of each prompt token."""
 
 

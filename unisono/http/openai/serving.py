@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, TypeVar
 
 from unisono.cluster.engines import Engines
@@ -28,6 +29,7 @@ from unisono.http.preparation import Preparers
 from unisono.media.fetching.sources import LoadedMedia, MediaSource
 from unisono.text.answer_parser import AnswerParser
 from unisono.types import MAX_LOGPROBS, BadRequest, EngineRequest, SamplingParams, part_id
+from unisono.types.checks import check_copied, check_repeated, copied_bytes
 from unisono.types.errors import FieldPath
 
 T = TypeVar("T")
@@ -39,6 +41,10 @@ LONG = 1024
 """Characters of a prompt from which on a thread prepares it; shorter ones take the event loop less than half a
 millisecond.
 """
+BATCH = 1 << 14
+"""Characters of a request's prompts that a thread prepares in one turn."""
+IDS_OF_A_CHAR = 16
+"""Token ids that are checked in the time of a tokenized character."""
 SWITCH_SECONDS = 0.001
 """Python's switch interval, seconds: longest time that the event loop keeps the GIL while a thread waits for it.
 
@@ -50,6 +56,13 @@ TEMPLATE_THREADS, TEMPLATES_WAITING = 2, 32
 """Chat templates of requests that are rendered at once, and that may wait."""
 MAX_REPORTED_NUMBERS = 1 << 24
 """Numbers of hidden states, or expert ids, in an answer to one prompt: hidden states are about 200 MB of JSON."""
+
+
+class HiddenUse(Enum):
+    """Use of the hidden states on the routes of pooled values: a value for each prompt, or for each token."""
+
+    POOLED = "pooled"
+    BY_TOKEN = "by_token"
 
 
 class Serving:
@@ -81,27 +94,35 @@ class Serving:
         request_id: str,
         media: Sequence[list[MediaSource]] = (),
         ticket: Ticket | None = None,
-        pooled: bool = False,
+        use: HiddenUse | None = None,
     ) -> list[Generation]:
         """Make a generation for each sequence of each prompt.
 
         Raises BadRequest.
 
-        media: the images and videos of each prompt, or empty. ticket: of the HTTP request. pooled: the answer is made
-        from the hidden states and does not contain them.
+        media: the images and videos of each prompt, or empty. ticket: of the HTTP request. use: of the hidden states,
+        on the routes of pooled values.
         """
+        pooled = use is not None
         limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         prompt_only = bool(request.echo) and limit == 0  # the engine generates a token all the same
         params = request.sampling_params(self.inputs.model.generation_defaults, 1 if prompt_only else limit)
         if request.echo and params.logprobs is not None:
             params = _scoring_echo(params)
+        check_repeated(params, sequences := request.sequences() * request.count())
         params = _choosing(params, request.sequences())
         generations: list[Generation] = []
+        copied = reported = 0
         items = [await self._media.load(self.inputs.with_settings(sources), ticket) for sources in media]
         for number, prompt in enumerate(await self._prompts(request, items)):
+            await asyncio.sleep(0)  # running streams continue between prompts
             prompt = self.inputs.truncated(prompt, params, pooled or prompt_only)
             own, only = part_id(request_id, number), pooled or prompt_only
             one = self._request(own, prompt, params, request, pooled, only)
+            check_copied(copied := copied + copied_bytes(one), sequences)
+            reported += self._reported(one, use)
+            if number:
+                check_all_reported(reported)
             echo = self._echo(prompt, params, prompt_only) if request.echo else None
             generations += self._generations(one, request, len(generations), echo)
         return generations
@@ -109,6 +130,7 @@ class Serving:
     async def chat(self, request: ChatRequest, request_id: str, ticket: Ticket | None = None) -> list[Generation]:
         """Make a generation for each answer to a conversation. ticket: of the HTTP request. Raises BadRequest."""
         params = request.sampling_params(self.inputs.model.generation_defaults, request.token_limit())
+        check_repeated(params, params.n)
         plan, written = await self._planned(request, params, ticket)
         prompt = self.inputs.truncated(written, params)
         one = self._request(request_id, prompt, plan.sampling(written), request)
@@ -198,14 +220,21 @@ class Serving:
         mapping += [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in written]
         if request.embedding_overrides is not None:  # then there is one prompt
             mapping[0]["embedding_overrides"] = request.embedding_overrides
-        items = media or [[] for _ in mapping]
+        pairs = list(zip(mapping, media or [[] for _ in mapping], strict=True))
+        return [
+            prompt
+            for batch in _batches(pairs, bool(request.suffix))
+            for prompt in await self._prepared(batch.size, self._load_all, batch.prompts, request)
+        ]
+
+    def _load_all(
+        self, prompts: Sequence[tuple[dict[str, Any], Sequence[LoadedMedia]]], request: CompletionRequest
+    ) -> list[PreparedPrompt]:
         return [
             self.inputs.prompt(one)
             if one.keys() == {"prompt_token_ids"} and not request.suffix and not loaded
-            else await self._prepared(
-                LONG if loaded or one.keys() != {"prompt"} else len(one["prompt"]), self._load, one, request, loaded
-            )
-            for one, loaded in zip(mapping, items, strict=True)
+            else self._load(one, request, loaded)
+            for one, loaded in prompts
         ]
 
     def _load(
@@ -254,6 +283,14 @@ class Serving:
                 check_reported(name, enabled, size, length - min(unreported, length), params)
         return params
 
+    def _reported(self, request: EngineRequest, use: HiddenUse | None) -> int:
+        """Numbers that an answer holds of a prompt's tokens: hidden states, expert ids and log-probabilities."""
+        params, tokens = request.params, len(request.prompt_token_ids)
+        hidden = self.inputs.model.hidden_size if params.return_hidden_states and use is not HiddenUse.POOLED else 0
+        experts = self.inputs.model.routed_experts if params.return_routed_experts else 0
+        scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        return tokens * (hidden + experts + scores)
+
     def _generations(
         self,
         request: EngineRequest,
@@ -295,6 +332,33 @@ class Serving:
             )
             for index, output in enumerate(outputs, first)
         ]
+
+
+@dataclass
+class _Batch:
+    """Prompts that are prepared at once, and their media. size: characters; BATCH of one that is prepared alone."""
+
+    prompts: list[tuple[dict[str, Any], Sequence[LoadedMedia]]] = field(default_factory=list)
+    size: int = 0
+
+
+def _batches(pairs: Sequence[tuple[dict[str, Any], Sequence[LoadedMedia]]], infills: bool) -> list[_Batch]:
+    """Prompts in order, in batches of about BATCH characters. infills: a suffix is tokenized with each."""
+    batches = [_Batch()]
+    for one, media in pairs:
+        size = BATCH if media or infills else _size(one)
+        if batches[-1].size + size > BATCH and batches[-1].prompts:
+            batches.append(_Batch())
+        batches[-1].prompts.append((one, media))
+        batches[-1].size += size
+    return batches
+
+
+def _size(prompt: dict[str, Any]) -> int:
+    """The size of a prompt for :class:`_Batch`."""
+    if prompt.keys() == {"prompt"}:
+        return len(prompt["prompt"])
+    return len(prompt["prompt_token_ids"]) // IDS_OF_A_CHAR if prompt.keys() == {"prompt_token_ids"} else BATCH
 
 
 def _begun(request: ChatRequest) -> Echo | None:
@@ -350,6 +414,16 @@ def with_max_tokens(params: SamplingParams, prompt: int, context: int) -> Sampli
             "context_length_exceeded",
         )
     return params
+
+
+def check_all_reported(total: int) -> None:
+    """Raise BadRequest for prompts of which an answer would hold ``total`` numbers, if these are too many."""
+    if total > MAX_REPORTED_NUMBERS:
+        raise BadRequest(
+            f"The prompts together have more than {MAX_REPORTED_NUMBERS} hidden states' numbers, expert ids and "
+            "log-probabilities to report. Send fewer prompts at a time, or report less of them.",
+            "prompt",
+        )
 
 
 def check_reported(name: str, enabled: bool, size: int, prompt: int, params: SamplingParams) -> None:

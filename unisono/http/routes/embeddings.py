@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from unisono.frontend.pooling import GENERATIVE, Pooling, encoded
 from unisono.http.answers.answer import Answer
-from unisono.http.answers.generation import Generation, merge
-from unisono.http.errors import ApiError, unavailable
+from unisono.http.answers.generation import Generation
+from unisono.http.answers.pooled import pooled_values
+from unisono.http.errors import ApiError
 from unisono.http.limits.fields import Strings, TokenIdLists, TokenIds
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
+from unisono.http.openai.serving import HiddenUse
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
 from unisono.http.routes.common import described, new_id, parsed_body, placement_of, when_ready
@@ -52,25 +54,22 @@ class EmbeddingReply:
 
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises the error that ended a request early."""
-        async with aclosing(merge(self.generations)) as pieces:
-            async for _ in pieces:
-                pass
-        data = await asyncio.to_thread(self._data)
+        normalize = self.request.normalize is not False
+        vectors = await pooled_values(
+            self.generations, lambda states, _: self.pooling.pool(states, self.request.dimensions, normalize)
+        )
+        data = await asyncio.to_thread(self._data, vectors)
         tokens = sum(generation.usage.prompt_tokens for generation in self.generations)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         found = {"object": "list", "data": data, "model": self.model, "usage": usage}
         return found if self.pooling.meant else {**found, "note": GENERATIVE}
 
-    def _data(self) -> list[dict[str, Any]]:
-        form, normalize = self.request.encoding_format or "float", self.request.normalize is not False
-        found = []
-        for index, generation in enumerate(self.generations):
-            states = generation.prompt_states()
-            if not len(states):
-                raise unavailable("The request was aborted by an operator.", "aborted")
-            vector = self.pooling.pool(states, self.request.dimensions, normalize)
-            found.append({"object": "embedding", "index": index, "embedding": encoded(vector, form)})
-        return found
+    def _data(self, vectors: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+        form = self.request.encoding_format or "float"
+        return [
+            {"object": "embedding", "index": index, "embedding": encoded(vector, form)}
+            for index, vector in enumerate(vectors)
+        ]
 
     def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
         raise NotImplementedError("embeddings are not streamed")
@@ -92,7 +91,7 @@ def add(app: FastAPI, service: Service) -> None:
         answer = Answer(service, request, answer_id, placement_of(request))
         with renames.errors():
             completion = await off_loop(size, lambda: parse_fields(fields, CompletionRequest))
-            generations = await service.serving.completion(completion, answer_id, pooled=True)
+            generations = await service.serving.completion(completion, answer_id, use=HiddenUse.POOLED)
         return await answer.send(EmbeddingReply(body, model, service.pooling, generations), generations, False)
 
 

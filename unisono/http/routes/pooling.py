@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,14 +13,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from unisono.frontend.classifier import Classifier
 from unisono.frontend.pooling import encoded
 from unisono.frontend.scores import Steps, check_one_label, check_task, cosine, pair_ids, paired, pooled_by_task
 from unisono.http.answers.answer import Answer
-from unisono.http.answers.generation import Generation, merge
-from unisono.http.errors import unavailable
+from unisono.http.answers.generation import Generation
+from unisono.http.answers.pooled import Pool, pooled_values
 from unisono.http.limits.fields import FirstError, Strings, TokenIdLists, TokenIds
 from unisono.http.openai.protocol import CompletionRequest, parse_fields
+from unisono.http.openai.serving import HiddenUse
 from unisono.http.openai.translation import Renames, checked
 from unisono.http.request_body import load_object, off_loop
 from unisono.http.routes.common import described, new_id, parsed_body, placement_of, when_ready
@@ -117,48 +116,55 @@ class RerankRequest(BaseModel):
     user: str | None = USER
 
 
-Write = Callable[[list[np.ndarray], list[list[int]]], dict[str, Any]]
+Write = Callable[[list[np.ndarray]], dict[str, Any]]
 
 
 @dataclass
 class PooledReply:
-    """Pooled values in progress. They are never streamed. write: (states, token ids) of each prompt -> the answer
-    without usage."""
+    """Pooled values in progress. They are never streamed. pool: a prompt's value of its states and token ids. write:
+    the answer without usage, of the values of all prompts."""
 
     generations: list[Generation]
+    pool: Pool
     write: Write
 
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises the error that ended a request early."""
-        async with aclosing(merge(self.generations)) as pieces:
-            async for _ in pieces:
-                pass
-        found = await asyncio.to_thread(self._found)
+        found = await asyncio.to_thread(self.write, await pooled_values(self.generations, self.pool))
         tokens = sum(generation.usage.prompt_tokens for generation in self.generations)
         return {**found, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-
-    def _found(self) -> dict[str, Any]:
-        states = [generation.prompt_states() for generation in self.generations]
-        if not all(len(each) for each in states):
-            raise unavailable("The request was aborted by an operator.", "aborted")
-        return self.write(states, [generation.prompt_token_ids for generation in self.generations])
 
     def events(self, failed: Callable[[Exception], None]) -> AsyncGenerator[bytes]:
         raise NotImplementedError("pooled values are not streamed")
 
 
-async def respond(
-    service: Service, request: Request, prompts: Any, size: int, fields: dict[str, Any], field: str, write: Write
-) -> Response:  # fmt: skip
-    """Compute the states of prompts and answer. field: the prompts' name in the body. fields: of the completion."""
+@dataclass
+class Pooled:
+    """Prompts whose pooled values are requested.
+
+    field: the prompts' name in the body. size: of the body, bytes. fields: of the completion. by_token: the answer has
+    a value for each token.
+    """
+
+    prompts: Any
+    field: str
+    size: int
+    fields: dict[str, Any]
+    by_token: bool = False
+
+
+async def respond(service: Service, request: Request, pooled: Pooled, pool: Pool, write: Write) -> Response:
+    """Compute the states of prompts, pool those of each with ``pool``, and answer with ``write``."""
     answer_id = new_id("pool-")
-    values = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "return_hidden_states": True, **fields}
+    values = {"prompt": pooled.prompts, "max_tokens": 1, "temperature": 0, "return_hidden_states": True}
+    values |= pooled.fields
     values = {name: value for name, value in values.items() if value is not None}
     answer = Answer(service, request, answer_id, placement_of(request))
-    with Renames({"prompt": field}).errors():
-        completion = await off_loop(size, lambda: parse_fields(values, CompletionRequest))
-        generations = await service.serving.completion(completion, answer_id, pooled=True)
-    return await answer.send(PooledReply(generations, write), generations, False)
+    use = HiddenUse.BY_TOKEN if pooled.by_token else HiddenUse.POOLED
+    with Renames({"prompt": pooled.field}).errors():
+        completion = await off_loop(pooled.size, lambda: parse_fields(values, CompletionRequest))
+        generations = await service.serving.completion(completion, answer_id, use=use)
+    return await answer.send(PooledReply(generations, pool, write), generations, False)
 
 
 def listing(model: str, data: list[dict[str, Any]]) -> dict[str, Any]:
@@ -202,14 +208,16 @@ async def _pool(service: Service, request: Request) -> Response:
     prompts = service.pooling.prompted(body.input, body.prompt_name) if task == "embed" else body.input
     active, form = body.use_activation is not False and body.normalize is not False, body.encoding_format or "float"
 
-    def write(states: list[np.ndarray], ids: list[list[int]]) -> dict[str, Any]:
-        pairs = zip(states, ids, strict=True)
-        found = [_pooled(service, each, task, body.dimensions, active, tokens, steps) for each, tokens in pairs]
-        data = [{"index": i, "object": "pooling", "data": encoded(each, form)} for i, each in enumerate(found)]
+    def pool(states: np.ndarray, token_ids: list[int]) -> np.ndarray:
+        return _pooled(service, states, task, body.dimensions, active, token_ids, steps)
+
+    def write(values: list[np.ndarray]) -> dict[str, Any]:
+        data = [{"index": i, "object": "pooling", "data": encoded(each, form)} for i, each in enumerate(values)]
         return listing(model, data)
 
     fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
-    return await respond(service, request, prompts, size, fields, "input", write)
+    by_token = task in ("token_embed", "token_classify")
+    return await respond(service, request, Pooled(prompts, "input", size, fields, by_token), pool, write)
 
 
 async def _classify(service: Service, request: Request) -> Response:
@@ -217,17 +225,20 @@ async def _classify(service: Service, request: Request) -> Response:
     model, head = service.model(body.model), service.classifier
     check_task("classify", service.pooling, head)
 
-    def write(states: list[np.ndarray], ids: list[list[int]]) -> dict[str, Any]:
+    def pool(states: np.ndarray, _: list[int]) -> np.ndarray:
+        assert head is not None
+        return head.of_prompt(states, body.use_activation is not False)
+
+    def write(values: list[np.ndarray]) -> dict[str, Any]:
         assert head is not None
         data = []
-        for index, each in enumerate(states):
-            probs = head.of_prompt(each, body.use_activation is not False)
+        for index, probs in enumerate(values):
             label = head.labels[int(probs.argmax())]
             data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
         return listing(model, data)
 
     fields = {"model": model, "truncate_prompt_tokens": body.truncate_prompt_tokens}
-    return await respond(service, request, body.input, size, fields, "input", write)
+    return await respond(service, request, Pooled(body.input, "input", size, fields), pool, write)
 
 
 async def _score(service: Service, request: Request) -> Response:
@@ -286,22 +297,27 @@ async def _scored(
         truncates, inputs = body.truncate_prompt_tokens is not None, service.serving.inputs
         ids = await off_loop(size, lambda: [pair_ids(inputs, pair, names, truncates) for pair in pairs])
         return await respond(
-            service, request, ids, size, fields, names[1], lambda states, _: write(_of_pairs(head, states, active))
+            service,
+            request,
+            Pooled(ids, names[1], size, fields),
+            lambda states, _: head.of_prompt(states, active),
+            lambda values: write([float(each[0]) for each in values]),
         )
     check_task("embed", service.pooling, None)
     queries = list(dict.fromkeys(query for query, _ in pairs))
     texts = service.pooling.prompted([*queries, *(document for _, document in pairs)], None)
 
-    def cosines(states: list[np.ndarray], _: list[list[int]]) -> dict[str, Any]:
-        vectors = [_pooled(service, each, "embed", None, True) for each in states]
+    def cosines(vectors: list[np.ndarray]) -> dict[str, Any]:
         of_query, documents = dict(zip(queries, vectors, strict=False)), vectors[len(queries) :]
         return write([cosine(of_query[query], each) for (query, _), each in zip(pairs, documents, strict=True)])
 
-    return await respond(service, request, texts, size, fields, names[1], cosines)
-
-
-def _of_pairs(head: Classifier, states: list[np.ndarray], active: bool) -> list[float]:
-    return [float(head.of_prompt(each, active)[0]) for each in states]
+    return await respond(
+        service,
+        request,
+        Pooled(texts, names[1], size, fields),
+        lambda states, _: _pooled(service, states, "embed", None, True),
+        cosines,
+    )
 
 
 def _pooled(

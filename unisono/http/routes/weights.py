@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unisono.cluster.commands import CommandError
 from unisono.frontend.scores import NO_UPDATE
 from unisono.http.errors import ApiError, no_answer
-from unisono.http.limits.fields import Shapes, Strings, TokenIds
+from unisono.http.limits.fields import FirstWrongValue, Shapes, Strings, TokenIds
 from unisono.http.openai.translation import checked
 from unisono.http.request_body import load_object
 from unisono.http.routes.common import described, json_response, operators_only, parsed_body
@@ -53,7 +53,9 @@ class UpdateTensorsRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     files: Strings = Field([], description="safetensors files on the server's host, such as in /dev/shm; Unisono's")
-    handles: dict[str, TensorHandle] = Field({}, description="tensors in GPU memory on the server's host; Unisono's")
+    handles: Annotated[dict[str, TensorHandle], FirstWrongValue(TensorHandle)] = Field(
+        {}, description="tensors in GPU memory on the server's host; Unisono's"
+    )
     draft: bool = Field(False, description="true: the drafter's weights, by its checkpoint's names; Unisono's")
     weight_version: str | None = Field(None, description="its name in answers; null counts updates")
     abort_all_requests: bool = Field(False, description="true ends running requests; false lets them go on")

@@ -63,8 +63,10 @@ class Walk:
         return len(self._tokens)
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """Advance by committed tokens; returns how many the grammar accepted."""
+        """Advance by committed tokens; returns how many the grammar accepted. Raises Unfollowable."""
         taken = self._consume(list(tokens))
+        if taken < len(tokens):
+            self._check_limits()
         self._tokens += tokens[:taken]
         return taken
 
@@ -133,14 +135,18 @@ class Walk:
         if self._consume(self._tokens) != len(self._tokens):
             raise Unfollowable("its committed tokens are not taken once more")
 
+    def _check_limits(self) -> None:
+        """Raise Unfollowable if the matcher has met a limit of llguidance; a dead end of the grammar is none."""
+        error = self._matcher.get_error() if self._matcher.is_error() else ""
+        if error and not error.startswith(DEAD_END):
+            raise Unfollowable(f"it meets a limit of the grammar engine ({error.splitlines()[0]})")
+
     def _fill(self, flat: np.ndarray, row: int, ahead: int) -> None:
         """Fill the mask after ``ahead`` drafts that the matcher has accepted."""
         mask = flat[row]
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
-            error = self._matcher.get_error()
-            if not error.startswith(DEAD_END):
-                raise Unfollowable(f"it meets a limit of the grammar engine ({error.splitlines()[0]})")
+            self._check_limits()
             mask.fill(0)  # nothing continues: the text ends here; accept() refuses the token
             allow(mask, self._ends.eos)
             self._dead.append(row)
