@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from scripts.feature_pairs import PairError, Pairs
+from scripts.feature_pairs import PairError, Pairs, Together
+
+HERE = "tests/test_feature_pairs.py::test_every_entry_exists"
+CHECKS = "tests/distributed/test_together.py::test_two_ranks"
 
 
 def test_every_entry_exists() -> None:
@@ -14,21 +18,44 @@ def test_every_entry_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("same", "refused", "says"),
+    ("entries", "says"),
     [
-        ({"a × b": "tests/test_feature_pairs.py::test_nothing"}, {}, "does not exist"),
-        ({"a × b": "tests/nowhere.py::test_every_entry_exists"}, {}, "does not exist"),
-        ({"b × a": "tests/test_feature_pairs.py::test_every_entry_exists"}, {}, "no pair"),
-        ({}, {"a × b": ["scripts/feature_pairs.py", "no such" + " text"]}, "has no text"),
-        ({"a × b": ""}, {"a × b": ["", ""]}, "both"),
+        ({"same": {"a × b": "tests/test_feature_pairs.py::test_nothing"}}, "does not exist"),
+        ({"same": {"a × b": "tests/nowhere.py::test_every_entry_exists"}}, "does not exist"),
+        ({"same": {"b × a": HERE}}, "no pair"),
+        ({"refused": {"a × b": ["scripts/feature_pairs.py", "no such" + " text", HERE]}}, "has no text"),
+        ({"refused": {"a × b": ["scripts/feature_pairs.py", "has no text", "tests/x.py::y"]}}, "does not exist"),
+        ({"same": {"a × b": HERE}, "refused": {"a × b": ["", "", ""]}}, "both"),
+        ({"together": [Together(CHECKS, ["a", "b"])], "refused": {"a × b": ["", "", ""]}}, "both"),
+        ({"together": [Together(CHECKS, ["a", "d"])]}, "no feature"),
+        ({"together": [Together(CHECKS, ["a", "b"], apart={"a × c": ""})]}, "no pair"),
+        ({"together": [Together(HERE, ["a", "b"])]}, "does not call missing"),
+        ({"together": [Together("tests/nowhere.py::test_it", ["a", "b"])]}, "does not exist"),
     ],
 )
-def test_a_wrong_entry_is_named(same: dict[str, str], refused: dict[str, list[str]], says: str) -> None:
+def test_a_wrong_entry_is_named(entries: dict[str, Any], says: str) -> None:
+    pairs = replace(Pairs.read(), features=["a", "b"], **{"same": {}, "refused": {}, "together": [], **entries})
     with pytest.raises(PairError, match=says):
-        replace(Pairs.read(), features=["a", "b"], same=same, refused=refused).check()
+        pairs.check()
+
+
+def cells(pairs: Pairs) -> list[list[str]]:
+    """The cells of the table of features."""
+    count = len(pairs.features)
+    rows = [line.split(" | ")[2:] for line in pairs.tables().splitlines()[2 : 2 + count]]
+    return [[cell.strip(" |") for cell in row] for row in rows]
 
 
 def test_the_table_has_each_pair_once_in_both_triangles() -> None:
-    pairs = Pairs(["a", "b", "c"], {"a × c": "tests/test_feature_pairs.py::test_every_entry_exists"}, {})
-    rows = [line.split(" | ")[2:] for line in pairs.tables().splitlines()[2:5]]
-    assert [[cell.strip(" |") for cell in row] for row in rows] == [["", "·", "✓1"], ["·", "", "·"], ["✓1", "·", ""]]
+    assert cells(Pairs(["a", "b", "c"], {"a × c": HERE}, {})) == [["", "·", "✓1"], ["·", "", "·"], ["✓1", "·", ""]]
+
+
+def test_a_test_of_many_pairs_has_those_without_one_of_their_own() -> None:
+    """Pairs of ``of`` and ``features`` only, if it has both; ∥ where no request meets both."""
+    features = ["a", "b", "c", "d"]
+    entry = Together(CHECKS, ["a", "b", "c"], apart={"b × c": "why"})
+    found = cells(Pairs(features, {"a × c": HERE}, {}, [entry]))
+    assert found == [["", "✓1", "✓2", "·"], ["✓1", "", "∥1", "·"], ["✓2", "∥1", "", "·"], ["·", "·", "·", ""]]
+    star = replace(entry, of=["d"], apart={}, without=["c × d"])
+    assert star.pairs() == {frozenset("ad"), frozenset("bd")}
+    assert "| b × c | why |" in Pairs(features, {}, {}, [entry]).tables()

@@ -54,6 +54,17 @@ def draw_drafts(
     monkeypatch.setattr(DraftController, "_choose", lambda self, sequences: draw(rng, self._runner.choices))
 
 
+def draw_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the number of drafts of every round, often none, as if costs had decided so; then passes are mixed."""
+    rng = random.Random(5)
+
+    def choose(self: DraftController, sequences: Any) -> int:
+        self.policy.drafts = rng.choice((0, 0, self._runner.choices[-1]))
+        return self.policy.drafts
+
+    monkeypatch.setattr(DraftController, "_choose", choose)
+
+
 def prompts(count: int, vocab: int, low: int = 3, high: int = 60, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(vocab) for _ in range(rng.randrange(low, high))] for _ in range(count)]

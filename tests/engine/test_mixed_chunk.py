@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
+from tests.engine.helpers import counted, draw_pauses, engine, mixed_params, prompts, tokens
 from tests.engine.matrix import DRAFTERS, PARAMS, PROMPTS, Checkpoints
 from tests.kv.mixed_model import ARCHITECTURE, VOCAB, make_mixed
 from tests.models.hybrids import FULL, LINEAR
@@ -18,7 +18,6 @@ from tests.models.make import make_checkpoint
 from tests.models.make_adapters import make_adapter
 from unisono.attention.base import AttentionInputs
 from unisono.config import catalog
-from unisono.engine.scheduling.draft_controller import DraftController
 from unisono.engine.scheduling.mixing import Mixing
 from unisono.engine.sequence import Extend, Round
 from unisono.entrypoints.llm import LLM
@@ -96,17 +95,6 @@ def test_preemption(qwen3: Path) -> None:
 # ---- drafters ---------------------------------------------------------------------------------------
 
 
-def draw(patch: pytest.MonkeyPatch) -> None:
-    """Draw the number of drafts of every round, often none, as if costs had decided so."""
-    rng = random.Random(5)
-
-    def choose(self: DraftController, sequences: Any) -> int:
-        self.policy.drafts = rng.choice((0, 0, self._runner.choices[-1]))
-        return self.policy.drafts
-
-    patch.setattr(DraftController, "_choose", choose)
-
-
 @pytest.mark.parametrize(
     "method", [each if each in ("eagle3", "ngram") else pytest.param(each, marks=pytest.mark.full) for each in DRAFTERS]
 )
@@ -117,7 +105,7 @@ def test_drafter_observes_every_token_of_mixed_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its drafts after a mixed pass are those after a round: as many are accepted, and the text is the same."""
-    draw(monkeypatch)
+    draw_pauses(monkeypatch)
     target, model = checkpoints_of(method)
     spec = SpeculativeConfig(method, None if model is None else str(model), 3)
     with engine(target, speculative=spec, adaptive=True, enable_mixed_chunk=True, max_num_batched_tokens=40) as llm:

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from tests.engine.bundled import SETUPS
+from tests.engine.changed_weights import other
 from tests.engine.helpers import counted, engine, mixed_params, prompts, tokens
 from tests.engine.host_files import HOST, run_with_files
 from tests.engine.late_pages import LatePages, arrive_late
+from unisono.config import catalog
+from unisono.engine import offload
 from unisono.entrypoints.llm import LLM
+from unisono.kv.offload.host_pages import HostPages
 from unisono.kv.offload.part_files import MAGIC
 from unisono.kv.prefix_tree import page_digest, page_keys
 from unisono.kv.specs import PAGE_SIZE
@@ -150,6 +154,47 @@ def test_an_aborted_request_leaves_its_pages_locked(monkeypatch: pytest.MonkeyPa
         host.waiting[0][1] = 1
         assert tokens(llm, [prompt], params) == expected
         assert not llm.engine.pool.offload.transfers  # type: ignore[union-attr]
+        llm.engine.check_integrity()
+
+
+class SlowlyPolled(HostPages):
+    """Pages that have arrived long before the host learns of it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.polls = 40
+
+    def poll(self) -> int:
+        self.polls -= 1
+        return self._last if self.polls < 0 else 0
+
+
+@pytest.mark.parametrize("change", ["sleep", "weights"])
+def test_a_change_of_memory_or_weights_waits_for_pages(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages on their way from host memory are not in the prefix tree afterwards."""
+    prompt = prompts(1, 250, low=150, high=151, seed=9)[0]
+    params = SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)
+    new = other(catalog.bundled_path("tiny"), tmp_path / "new")
+    with engine("tiny" if change == "sleep" else new, enforce_eager=True) as llm:
+        expected = tokens(llm, [prompt], params)
+    monkeypatch.setattr(offload, "make_host_pages", SlowlyPolled)
+    with engine("tiny", **HOST, enforce_eager=True, enable_sleep_mode=True) as llm:
+        evicted(llm, prompt, params)
+        llm.engine.add(EngineRequest("coming", prompt, params))
+        llm.engine.step()
+        assert llm.engine.pool.offload is not None
+        assert llm.engine.pool.offload.transfers
+        if change == "sleep":
+            llm.sleep(1)
+            llm.wake_up()
+        else:
+            llm.update_weights(str(new))
+        answer: list[int] = []
+        while llm.engine.has_work():
+            answer += (token for delta in llm.engine.step() for token in delta.token_ids)
+        assert [answer] == expected
         llm.engine.check_integrity()
 
 

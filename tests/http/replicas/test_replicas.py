@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.changed_weights import other
+from tests.engine.helpers import engine
 from tests.http.conftest import PLAIN, Server, Start, serving, until
 from tests.http.fake_engine import FakeConfig
 from tests.http.replicas.conftest import TEXT, ask, ended, engines, loads
 from unisono.cluster.replicas.client import ReplicaClient
 from unisono.cluster.replicas.plan import ReplicaSettings, plan
-from unisono.config import EngineConfig
+from unisono.config import EngineConfig, catalog
+from unisono.types import SamplingParams
 
 PREFIX = list(range(100, 164))
 """Four pages."""
@@ -210,21 +214,57 @@ def test_an_llm_is_one_engine() -> None:
             engine_arguments({name: 2})
 
 
-def test_real_engines_give_the_bytes_of_one(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """Two replicas, each asked for the same, and one prefix that both have to share."""
-    prompts = ["Tom has 3 boxes of", "Anna buys 4 pens and", "There are 12 birds in"]
-    shared = {"model": "tiny", "max_tokens": 16, "temperature": 0.8, "seed": 11, "logprobs": 1}
-    flags = ("--max-num-seqs", "4", "--max-model-len", "256", *PLAIN)
-    with serving(tmp_path, "tiny", "--dp", "2", *flags) as server:
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two replicas of a bundled model."""
+    flags = ("--max-num-seqs", "4", "--max-model-len", "256", "--enable-sleep-mode", *PLAIN)
+    with serving(tmp_path_factory.mktemp("real"), "tiny", "--dp", "2", *flags) as server:
+        yield server
 
-        def answer(prompt: str, rank: str | None) -> Any:
-            headers = {} if rank is None else {"X-data-parallel-rank": rank}
-            return server.http.post(TEXT, json={**shared, "prompt": prompt}, headers=headers).json()["choices"]
 
-        first = [answer(prompt, "0") for prompt in prompts]
-        assert [answer(prompt, "1") for prompt in prompts] == first
-        mixed = list(pool.map(lambda prompt: answer(prompt, None), prompts * 4))
-        assert mixed == first * 4
-        assert set(ended(server)) == {"0", "1"}
-        told = engines(server)
-        assert [one["info"]["kv_cache"]["page_size"] for one in told] == [16, 16]
+PROMPTS = ["Tom has 3 boxes of", "Anna buys 4 pens and", "There are 12 birds in"]
+SAMPLED: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "seed": 11, "logprobs": 1}
+
+
+def choices(server: Server, prompt: str, rank: str | None) -> Any:
+    """The answer of the replica ``rank``; None: of any."""
+    headers = {} if rank is None else {"X-data-parallel-rank": rank}
+    return server.http.post(TEXT, json={"model": "tiny", **SAMPLED, "prompt": prompt}, headers=headers).json()[
+        "choices"
+    ]
+
+
+def test_real_engines_give_the_bytes_of_one(real: Server, pool: ThreadPoolExecutor) -> None:
+    """Each replica gets the same requests; then both share them."""
+    first = [choices(real, prompt, "0") for prompt in PROMPTS]
+    assert [choices(real, prompt, "1") for prompt in PROMPTS] == first
+    mixed = list(pool.map(lambda prompt: choices(real, prompt, None), PROMPTS * 4))
+    assert mixed == first * 4
+    assert set(ended(real)) == {"0", "1"}
+    told = engines(real)
+    assert [one["info"]["kv_cache"]["page_size"] for one in told] == [16, 16]
+
+
+def test_replicas_sleep_and_get_new_weights(real: Server, tmp_path: Path) -> None:
+    """All of them: afterwards each one's answers are those of an engine with the same weights."""
+    old, new = catalog.bundled_path("tiny"), other(catalog.bundled_path("tiny"), tmp_path / "new")
+    expected = {}
+    for path in (old, new):
+        with engine(path, enforce_eager=True) as llm:
+            outputs = llm.generate(PROMPTS, SamplingParams(**SAMPLED))
+            expected[path] = [output.outputs[0].text for output in outputs]
+    assert expected[old] != expected[new]
+
+    def check(path: Path) -> None:
+        for rank in ("0", "1"):
+            assert [choices(real, prompt, rank)[0]["text"] for prompt in PROMPTS] == expected[path]
+
+    check(old)
+    assert real.http.post("/sleep?level=2").status_code == 200
+    assert real.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert real.http.post("/wake_up").status_code == 200
+    check(old)
+    assert real.http.post("/update_weights_from_disk", json={"model_path": str(new)}).status_code == 200
+    check(new)
+    assert real.http.post("/update_weights_from_disk", json={"model_path": str(old)}).status_code == 200
+    check(old)

@@ -477,12 +477,14 @@ class Scheduler:
     def recompute(self) -> int:
         """Queue all requests that hold a slot again, without keeping their pages. Return their number.
 
-        No pass may be in flight. Called when the weights have changed: the requests keep their tokens.
+        No pass may be in flight. Called before the weights change or memory is freed: the requests keep their tokens.
+        Waits for pages on their way from host memory, whose tree nodes are locked until they arrive.
         """
         self._drafting = self._verify = None
         active = self.active
         for sequence in active:
             self._preempt(sequence, keep=False)
+        self.device.finish_transfers()
         return len(active)
 
     def _preempt(self, sequence: Sequence, keep: bool = True) -> None:

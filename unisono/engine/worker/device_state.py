@@ -92,6 +92,12 @@ class DeviceState:
             self._in_transfer.remove(request)
             self._send(LoadSnapshot(request.slot, request.pages.snapshot, request.pages.cached_tokens))
 
+    def finish_transfers(self) -> None:
+        """Wait until all pages on their way from host memory have arrived."""
+        while self._pool.offload is not None and self._pool.offload.transfers:
+            self.arrive()
+            self._pool.offload.pause()
+
     def flush(self) -> None:
         """Flush evictions: later passes may overwrite the evicted pages."""
         self._pool.flush()
