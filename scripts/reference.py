@@ -4,7 +4,7 @@ A part stands in its page between ``<!-- NAME -->`` and ``<!-- end -->``:
 
 * flags: the flags of every command, by group. aliases: names of vLLM and SGLang.
 * fields: the request body fields that are honoured and refused. limits, parameters: the limits of fields and of paths.
-* environment: the environment variables.
+* environment: the environment variables. others: those of vLLM and SGLang.
 * formats: the weight formats.
 * structured: what structured outputs enforce.
 * families: the families of the table of decoders.
@@ -43,8 +43,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 def commands() -> dict[str, Any]:
     """Every command by its name after ``unisono``, subcommands of ``bench`` included."""
-    from unisono.__main__ import app
-    from unisono.cli.main import LAZY
+    from unisono.cli.main import LAZY, app
 
     found: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     for name, load in LAZY.items():
@@ -132,6 +131,12 @@ def parameters() -> str:
     from unisono.http.limits.fields import parameter_table
 
     return parameter_table()
+
+
+def other_variables() -> str:
+    from unisono.config.env import markdown_of_others
+
+    return markdown_of_others()
 
 
 def environment() -> str:
@@ -311,6 +316,7 @@ PARTS: dict[str, tuple[Path, Callable[[], str]]] = {
     "limits": (REFERENCE / "limits.md", limits),
     "parameters": (REFERENCE / "limits.md", parameters),
     "environment": (REFERENCE / "environment.md", environment),
+    "others": (REFERENCE / "environment.md", other_variables),
     "formats": (ROOT / "docs/guide/quantise.md", formats),
     "structured": (ROOT / "docs/guide/structure.md", structured),
     "families": (REFERENCE / "models.md", families),

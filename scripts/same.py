@@ -70,7 +70,7 @@ json.dump(found, sys.stdout)
 FLAGS = """
 import json, sys
 import typer
-from unisono.__main__ import app
+from unisono.cli.main import app
 
 def described(command):
     if hasattr(command, "commands"):

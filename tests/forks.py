@@ -168,7 +168,9 @@ PROGRAMS = Forks(
     "unisono.entrypoints.llm", "unisono.engine.worker.rank", "unisono.cli.main", "tests.forks:import_for_a_start"
 )
 """For programs that run a model, and ranks."""
-SERVERS = Forks("unisono.cli.main", "tests.http.fake_engine", "unisono.http.server:import_without_torch")
+SERVERS = Forks(
+    "unisono.cli.main", "tests.http.fake_engine", "unisono.http.server", "unisono.http.build:import_without_torch"
+)
 """For servers, and templates of sandboxed processes: no torch."""
 
 

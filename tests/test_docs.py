@@ -233,6 +233,7 @@ def reference() -> Any:
         "limits",
         "parameters",
         "environment",
+        "others",
         "formats",
         "structured",
         "families",

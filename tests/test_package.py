@@ -92,7 +92,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert not any(line.startswith("ray") and "extra" not in line for line in required)
     assert "Typing :: Typed" in (told.get_all("Classifier") or ())
     assert told["Description-Content-Type"] == "text/markdown"
-    assert "unisono = unisono.cli.main:app" in entries
+    assert "unisono = unisono.__main__:main" in entries
     assert "http" not in "".join(told.get_all("Project-URL") or ())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,6 +18,24 @@ TABLE = re.compile(r"(?<=<!-- environment -->\n).*?(?=<!-- end -->)", re.DOTALL)
 def test_the_page_is_the_code() -> None:
     (table,) = TABLE.findall(PAGE.read_text())
     assert table == env.markdown(), "write it again: python scripts/reference.py environment"
+
+
+def test_the_page_has_variables_of_other_engines() -> None:
+    assert f"<!-- others -->\n{env.markdown_of_others()}<!-- end -->" in PAGE.read_text()
+
+
+def test_unread_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("UNISONO_", "VLLM_", "SGLANG_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(env.CACHE.name, "/cache")
+    assert env.unread() == []
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    monkeypatch.setenv("UNISONO_" + "APIKEY", "secret")
+    assert env.unread() == [
+        "VLLM_API_KEY is set and not read. Here: UNISONO_API_KEY, or --api-key.",
+        "UNISONO_" + "APIKEY, VLLM_USE_V1 are set and not read (docs/reference/environment.md).",
+    ]
 
 
 def test_only_env_module_reads_environment_variables() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tests.howto import blocks, install, run, text_of
 from unisono.config import catalog
 from unisono.drafters.lookup.ngram import NgramDrafter
-from unisono.types import ConfigError
+from unisono.engine.startup.drafter import make_drafter
+from unisono.types import ConfigError, SpeculativeConfig
 
 PAGE, MODULE = "extend/drafter", "repeat_drafter"
 
@@ -83,3 +86,30 @@ def test_entry_points_are_found_and_the_catalog_wins() -> None:
 def test_other_kinds_are_not_open() -> None:
     assert "repeat" not in catalog.models
     assert "repeat" not in catalog.attention
+
+
+class Incomplete:
+    """A drafter without most of its methods."""
+
+    name = "incomplete"
+
+    def __init__(self, spec: SpeculativeConfig, target: object) -> None:
+        self.num_drafts = spec.num_speculative_tokens
+
+    def propose(self, slots: object, drafts: object) -> None:
+        """Draft nothing."""
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (f"{__name__}:Incomplete", "has no features, self_test, bind, state_specs, observe, observe_prompt; docs"),
+        ("no_such_module:Drafter", "incomplete = 'no_such_module:Drafter' of unisono.drafters cannot be imported:"),
+        (f"{__name__}:Nothing", "has no attribute 'Nothing'. Correct it in the pyproject.toml"),
+    ],
+)
+def test_broken_drafters_of_other_packages_raise(monkeypatch: pytest.MonkeyPatch, value: str, says: str) -> None:
+    points = [EntryPoint("incomplete", value, "unisono.drafters")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == "unisono.drafters" else [])
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        make_drafter(SpeculativeConfig("incomplete"), cast(Any, None))

@@ -90,6 +90,9 @@ def test_keywords_of_other_engines() -> None:
         ({"speculative_config": 3}, "speculative_config=3: give a dict"),
         ({"context_length": 64, "max_model_len": 64}, "max_model_len is given twice"),
         ({"enable_lora": True, "max_lora_rank": 0}, "--max-lora-rank 0: give a whole number from 1"),
+        ({"foo": 1}, "LLM takes no keyword foo. docs/guide/offline.md lists all"),
+        ({"download_dir": "/x"}, "download_dir is not supported: HF_HOME or HF_HUB_CACHE"),
+        ({"rope_scaling": {"factor": 2}}, "rope_scaling is not supported: --hf-overrides"),
         ({"max_num_seqs": 0}, "--max-num-seqs 0: give at least 1"),
         ({"max_num_seqs": "4"}, "max_num_seqs='4': give a whole number"),
     ],
@@ -97,6 +100,47 @@ def test_keywords_of_other_engines() -> None:
 def test_unsupported_llm_keywords_raise(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LLM("tiny", **given)
+
+
+def test_values_of_other_engines() -> None:
+    given = {"attention_backend": "FLASHINFER", "quantization": "awq_marlin", "enable_eplb": False}
+    assert unisono.entrypoints.llm_arguments.engine_arguments(given) == {
+        "attention_backend": "auto",
+        "quantization": "awq",
+    }
+    keywords = {"disable_mm_preprocessor_cache": True, "max_num_seqs": 2}
+    assert unisono.entrypoints.llm_arguments.media_arguments(keywords) == {"mm_processor_cache_gb": 0.0}
+    assert keywords == {"max_num_seqs": 2}
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("temprature", "has no field temprature. Did you mean temperature?"),
+        ("best_of", "Use n; /v1/completions has best_of"),
+        ("guided_decoding", "structured_outputs=StructuredOutputsParams"),
+        ("use_beam_search", "LLM.beam_search"),
+        ("qwerty", "docs/reference/python.md lists all"),
+    ],
+)
+def test_unknown_sampling_fields_name_another(field: str, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        SamplingParams(**{field: 1})
+
+
+def test_seeds_of_requests_without_one(llm: LLM) -> None:
+    """The seed of the model draws them; -1 is no seed."""
+    assert SamplingParams(seed=-1).seed is None
+
+    def texts(**flags: Any) -> list[str]:
+        with engine("tiny", enforce_eager=True, max_num_seqs=2, max_model_len=64, **flags) as model:
+            params = SamplingParams(temperature=2.0, max_tokens=12)
+            return [one.outputs[0].text for one in model.generate(["a", "a"], params)]
+
+    first = texts(seed=7)
+    assert first[0] != first[1]
+    assert texts(seed=7) == first
+    assert texts(seed=8) != first
 
 
 def test_fields_of_the_config_that_are_overridden() -> None:

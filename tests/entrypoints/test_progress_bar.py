@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.entrypoints.shared import PROMPTS
 from unisono import LLM, SamplingParams
+from unisono.entrypoints.progress_bar import STAGES
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_a_bar_in_a_notebook_needs_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +73,12 @@ def test_a_bar_counts_prompts(llm: LLM) -> None:
 
     llm.generate(PROMPTS, SamplingParams(max_tokens=3, n=2, stop="e"), use_tqdm=Bar)
     assert counted == [4, 1, 1, 1, 1, "closed"]
+
+
+def test_every_stage_of_a_start_has_a_description() -> None:
+    """Stages of the engine's start, by the calls that report them."""
+    reported = set[str]()
+    for folder in ("engine", "entrypoints", "cli", "models"):
+        for path in (ROOT / "unisono" / folder).rglob("*.py"):
+            reported |= set(re.findall(r'\b(?:stage|progress)\("([a-z ]+)"', path.read_text()))
+    assert {"load", "load tower", "compile", "capture"} <= reported <= STAGES.keys()

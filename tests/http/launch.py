@@ -15,8 +15,8 @@ from pathlib import Path
 def main() -> None:
     from tests.http.fake_engine import FakeConfig
     from unisono.cluster.replicas.plan import ReplicaSettings
-    from unisono.http.limits.connections import Limits
     from unisono.http.limits.overload import LoadLimits
+    from unisono.http.limits.sizes import Limits
     from unisono.http.security.auth import ClientLimits
     from unisono.http.server import ServerSettings, serve
     from unisono.http.settings import HttpSettings

@@ -82,7 +82,7 @@ def test_generate_repeats_with_its_seed() -> None:
     flags = ["--max-tokens", "24", "--temperature", "1", *FAST]
     first = run("generate", "tiny", "--prompt", PROMPT, *flags)
     assert first.exit_code == 0, first.output
-    seed = first.stderr.split("seed ")[1].strip()
+    seed = first.stderr.split("--seed ")[1].split()[0]
     assert run("generate", *flags, "--seed", seed, stdin=PROMPT).stdout == first.stdout
     assert len(first.stdout) > 10
     assert "Loading the model" in first.stderr

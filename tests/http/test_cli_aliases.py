@@ -11,6 +11,7 @@ import pytest
 from tests.http.conftest import ROOT
 from tests.transport.nixl_library import use_library
 from unisono.cli.aliases import ALIASES, translate
+from unisono.cli.dotted import join_dotted
 from unisono.config.flag_aliases import MAMBA_STRATEGIES, markdown
 from unisono.types import ConfigError, SpeculativeConfig
 
@@ -71,7 +72,7 @@ def test_a_chain_is_as_long_as_its_steps(served: Any) -> None:
     [
         ("tiny --context-lenght 512", "nearest known flag is --context-length"),
         ("tiny --max-num-seq 4", "nearest known flag is --max-num-seqs"),
-        ("tiny --qwerty", "nearest known flag is --"),
+        ("tiny --qwerty", "--qwerty is unknown. --help=all lists all flags"),
         ("tiny --tp 0", "--tensor-parallel-size 0: give at least 1"),
         ("tiny --tp-size x", "--tensor-parallel-size"),
         ("tiny --mamba-scheduler-strategy extra", "no_buffer, extra_buffer"),
@@ -82,6 +83,26 @@ def test_a_chain_is_as_long_as_its_steps(served: Any) -> None:
         ("tiny --reasoning-parser", "--reasoning-parser"),
         ("tiny --context-length 1", "--max-model-len 1: give at least 2"),
         ("tiny --mem-fraction-static 2", "--gpu-memory-utilization 2.0"),
+        ("tiny --max-model-len auto", "auto: give a whole number of tokens from 1 on, such as 8192, 8k"),
+        ("tiny --max-model-len 2.3456k", "Without the flag it is the model's context"),
+        ("tiny --port 70000", "--port 70000: give at most 65535."),
+        ("tiny --port -1", "--port -1: give at least 0."),
+        ("tiny --max-num-seqs many", "--max-num-seqs many: give a whole number."),
+        ("tiny --drain-timeout soon", "--drain-timeout soon: give a number."),
+        ("tiny --attention-backend fast", "unknown attention backend. Supported: auto, torch, triton."),
+        ("tiny -O3", "--compilation-config is not supported: graphs are set by --graphs"),
+        ("tiny -cc.mode=3", "--compilation-config is not supported"),
+        ("tiny --download-dir /x", "HF_HOME or HF_HUB_CACHE"),
+        ("tiny --rope-scaling {}", "--hf-overrides"),
+        ("tiny --enable-eplb", "unisono place-experts"),
+        ("tiny --enable-priority-scheduling", "--scheduling-policy priority"),
+        ("tiny --speculative-accept-threshold-acc 0.9", "give 1 or 1.0 or leave it out"),
+        ("tiny --sampling-defaults mine", "choose one of model, openai"),
+        ("tiny --speculative-config.method", "--speculative-config.method needs a value"),
+        ("tiny --speculative-config {} --speculative-config.method ngram", "is set as JSON and by keys"),
+        ("tiny --speculative-config.method ngram --speculative-config {}", "is set as JSON and by keys"),
+        ("tiny --hf-overrides.a 1 --hf-overrides.a.b 1", "a already has a value that is not an object"),
+        ("tiny --default-chat-template-kwargs [1]", "give a JSON object"),
     ],
 )  # fmt: skip
 def test_errors_name_the_way_out(served: Any, arguments: str, says: str) -> None:
@@ -90,6 +111,73 @@ def test_errors_name_the_way_out(served: Any, arguments: str, says: str) -> None
     assert says in " ".join(output.split())
     assert "Traceback" not in output
     assert config is None
+
+
+VLLM_LINE = (
+    "tiny --max-model-len 2K --max-num-batched-tokens 0.5k --async-scheduling --no-enable-log-requests "
+    "--cudagraph-capture-sizes 1 2 4 8 --data-parallel-backend mp --mm-encoder-tp-mode data -asc 1 "
+    "--disable-hybrid-kv-cache-manager --enable-prompt-tokens-details --kv-cache-dtype auto --shutdown-timeout 5 "
+    "--speculative-config.method ngram --speculative-config.num_speculative_tokens=2 --moe-backend triton "
+    "--attention-backend FLASH_ATTN --prefix-caching-hash-algo sha256 -ep --cpu-offload-gb 0.5"
+)
+SGLANG_LINE = (
+    "--model-path tiny --host 0.0.0.0 --log-requests --enable-cache-report --cuda-graph-bs 1 2 4 8 "
+    "--attention-backend triton --moe-runner-backend triton --fp8-gemm-backend triton --speculative-algo NGRAM "
+    "--speculative-num-steps 2 --lora-target-modules q_proj k_proj --mamba-ssm-dtype float32 "
+    "--watchdog-timeout 300 --sampling-defaults openai --enable-symm-mem --num-continuous-decode-steps 4 "
+    "--disable-shared-experts-fusion --tokenizer-worker-num 1"
+)
+
+
+def test_launch_lines_of_other_engines(served: Any) -> None:
+    code, output, config, settings = served(*VLLM_LINE.split())
+    assert code == 0, output
+    assert (config.max_model_len, config.max_num_batched_tokens, config.attention_backend) == (2048, 500, "auto")
+    assert config.speculative == SpeculativeConfig("ngram", num_speculative_tokens=2)
+    assert (config.model, config.enable_expert_parallel, settings.drain_timeout) == ("tiny", True, 5.0)
+    assert config.cpu_offload_gb == 0.5
+    assert "--cpu-offload-gb 0.5: host memory for evicted KV pages; weights stay on the device." in output
+    assert "--attention-backend FLASH_ATTN: no effect; kernels are chosen by shape and device" in output
+    code, output, config, settings = served(*SGLANG_LINE.split())
+    assert code == 0, output
+    assert (config.model, config.attention_backend, config.generation_config) == ("tiny", "triton", "vllm")
+    assert config.speculative == SpeculativeConfig("ngram", num_speculative_tokens=2)
+    assert "--cuda-graph-bs 8: no effect" in output
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("awq_marlin", "awq"), ("gptq_marlin", "gptq"), ("modelopt_fp4", "modelopt"), ("fp8", "fp8")]
+)
+def test_weight_formats_by_every_name(theirs: str, ours: str) -> None:
+    known = {"--quantization", "--attention-backend"}
+    assert translate(["-q", theirs], known, ()).arguments == ["--quantization", ours]
+    assert translate(["--attention-backend=torch_native"], known, ()).arguments == ["--attention-backend", "torch"]
+
+
+def test_several_adapters_after_one_flag() -> None:
+    arguments = translate(
+        ["--lora-paths", "a=/x", "b=/y", "tiny"], {"--lora-modules"}, (), {"--lora-modules"}
+    ).arguments
+    assert arguments == ["--lora-modules", "a=/x", "--lora-modules", "b=/y", "tiny"]
+
+
+def test_nested_keys_of_dotted_flags() -> None:
+    assert join_dotted(["tiny", "--hf_overrides.rope.factor", "4.0", "--hf-overrides.name", "x y", "--", "--a.b"]) == [
+        "tiny", "--hf-overrides", '{"rope": {"factor": 4.0}, "name": "x y"}', "--", "--a.b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("topic", "says"),
+    [
+        ("download-dir", "--download-dir is not supported: HF_HOME"),
+        ("swap-space", "--swap-space has no effect: nothing is swapped"),
+        ("block-size", "--block-size takes only 16: pages of the KV cache"),
+    ],
+)
+def test_help_knows_flags_of_other_engines(served: Any, topic: str, says: str) -> None:
+    code, output, _, _ = served(f"--help={topic}")
+    assert (code, says in output) == (0, True), output
 
 
 def test_names_may_have_underscores(served: Any) -> None:

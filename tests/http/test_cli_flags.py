@@ -40,7 +40,7 @@ def test_a_wrong_number_is_one_plain_line(arguments: list[str]) -> None:
     assert len(result.output.strip().splitlines()) == 1
     assert arguments[0] in result.output
     assert result.output.startswith("Error: ")
-    assert "unisono" in result.output or "--help" in result.output
+    assert f"{arguments[1]}: give a" in result.output
 
 
 def test_paths_are_looked_at_before_torch_is_imported(tmp_path: Path) -> None:
@@ -101,6 +101,13 @@ def test_invalid_serve_flags_raise(served: Any, arguments: str, says: str) -> No
     assert says in " ".join(output.split())
     assert config is None
     assert "Traceback" not in output
+
+
+def test_a_start_names_variables_that_it_does_not_read(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    code, output, _, settings = served("tiny")
+    assert (code, settings.api_key) == (0, None)
+    assert "VLLM_API_KEY is set and not read. Here: UNISONO_API_KEY, or --api-key." in output
 
 
 # ---- names ----------------------------------------------------------------------------------------

@@ -117,3 +117,18 @@ def test_misspelt_field_error_suggests_the_closest_name(server: Server) -> None:
 def test_the_page_is_the_table() -> None:
     text = page(ChatRequest.model_fields, CompletionRequest.model_fields)
     assert PAGE.read_text() == text, "write it again: python scripts/reference.py fields"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("extra_body", "extra_body is not a known field: put its fields into the body"),
+        ("thinking", "use enable_thinking"),
+        ("stop_sequences", "stop_sequences is not a known field: use stop."),
+        ("typical_p", "use top_p or min_p"),
+    ],
+)
+def test_fields_of_other_apis_name_the_field_to_use(server: Server, name: str, says: str) -> None:
+    error = post(server, CHAT, **{name: {}}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unknown_field")
+    assert says in error["message"]

@@ -193,6 +193,22 @@ def test_templates_and_documents(open_server: Server, server: Server) -> None:
     refused(open_server, CHAT, "documents", "list of objects", documents=["a"])
 
 
+def test_default_template_variables(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("variables")
+    tokenizer = tokenizers_.byte_level()
+    tokenizer.chat_template = "{{ a }}{{ enable_thinking }}{{ messages[0].content }}|"
+    tokenizer.save_pretrained(path)
+    with servers(tmp_path_factory) as start:
+        server = start(path, default_chat_template_kwargs={"a": "A", "enable_thinking": False})
+
+        def prompt(**body: Any) -> Any:
+            return ask(server, CHAT, max_tokens=1, return_prompt_text=True, **body)["prompt_text"]
+
+        assert prompt() == "AFalsehi|"
+        assert prompt(chat_template_kwargs={"a": "B"}) == "BFalsehi|"
+        assert prompt(enable_thinking=True) == "ATruehi|"
+
+
 # ---- where answers end --------------------------------------------------------------------------
 
 

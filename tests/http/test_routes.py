@@ -74,6 +74,30 @@ def test_a_failure_is_counted_and_logged_once_with_its_request_id(
     assert f" {status} " in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "says"),
+    [
+        (
+            "POST",
+            "/chat/completions",
+            "POST /chat/completions: Not Found. Did you mean /v1/chat/completions? GET /docs",
+        ),
+        ("POST", "/v1/v1/completions", "Did you mean /v1/completions?"),
+        ("POST", "/v1/chat/completion", "Did you mean /v1/chat/completions?"),
+        ("POST", "/v1/tokenize", "Did you mean /tokenize?"),
+        ("GET", "/get_model_info", "Did you mean /v1/models?"),
+        ("POST", "/v1/audio/speech", "Not Found. It is not supported: audio is not supported."),
+        ("GET", "/v1/files", "It is not supported: there are no files"),
+        ("GET", "/nothing/like/this", "Not Found. GET /docs lists the routes."),
+        ("GET", "/v1/completions", "GET /v1/completions: Method Not Allowed. Use POST."),
+    ],
+)
+def test_unknown_paths_and_methods_name_a_route(server: Server, method: str, path: str, says: str) -> None:
+    answer = server.http.request(method, path, json={} if method == "POST" else None)
+    assert answer.status_code in (404, 405)
+    assert says in answer.json()["error"]["message"]
+
+
 def test_answers_carry_the_request_id(server: Server) -> None:
     ids = {server.http.get("/health").headers["x-request-id"] for _ in range(3)}
     assert len(ids) == 3

@@ -122,7 +122,8 @@ def test_a_signal_ends_a_start_that_hangs(directory: Path, tmp_path: Path) -> No
 
     code = (
         "import sys, time; from pathlib import Path; from unisono.http import server; "
-        "server.Tokenizer.load = lambda path: time.sleep(1000); "
+        "from unisono.text.tokenizer import Tokenizer; "
+        "Tokenizer.load = lambda path: time.sleep(1000); "
         "from tests.http.fake_engine import FakeConfig; "
         "print('starting', flush=True); "
         "server.serve(FakeConfig(), server.ServerSettings(Path(sys.argv[1]), ('m',), port=0, "

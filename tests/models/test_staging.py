@@ -7,7 +7,9 @@ import struct
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -75,6 +77,28 @@ def test_tensors_of_a_file_arrive(
     assert arrived.keys() == wanted.keys()
     assert all(same(arrived[name], tensor) for name, tensor in wanted.items())
     assert all(tensor.device.type == DEVICE for tensor in arrived.values())
+
+
+def test_the_host_copies_each_byte_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the file to pinned memory, rows of a tensor too; columns pass through a tensor of the host."""
+    copied: list[tuple[type, int]] = []
+    for kind in (staging.FileBytes, staging.HostBytes):
+        copy = kind.copy
+
+        def noted(self: Any, at: int, into: np.ndarray, kind: type = kind, copy: Any = copy) -> None:
+            copied.append((kind, len(into)))
+            copy(self, at, into)
+
+        monkeypatch.setattr(kind, "copy", noted)
+    tensors, wanted = read_header(file), named()
+    parts: dict[str, Part] = dict.fromkeys(wanted)
+    rows, columns = f"{torch.int64}(64, 300)", f"{torch.float32}(64, 300)"
+    parts[rows], parts[columns] = Slice(0, 8, 16), Slice(1, 0, 10)
+    arrived = dict(read_ahead(parts, tensors, DEVICE, readers=3))
+    assert torch.equal(arrived[rows].cpu(), wanted[rows][8:16])
+    by_kind = {kind: sum(size for each, size in copied if each is kind) for kind, _ in copied}
+    assert by_kind[staging.HostBytes] == 64 * 10 * 4
+    assert sum(by_kind.values()) == sum(tensor.nbytes for tensor in arrived.values())
 
 
 def test_every_start_is_where_safetensors_reads(file: Path) -> None:

@@ -376,6 +376,9 @@ def test_arrivals(burstiness: float, spread: float) -> None:
         ("--header a", "--header 'a': give KEY=VALUE"),
         ("--out /no/such/x", "the directory /no/such does not exist"),
         ("--max-num-seqs 4", "--max-num-seqs: no such flag"),
+        ("--save-result", "--save-result is not a flag of this command: --out FILE writes the results"),
+        ("--dataset-name sharegpt", "custom reads the"),
+        ("--port 1", "is set beside --host or --port"),
         ("--base-url ftp://x", "give http://HOST:PORT"),
     ],
 )
@@ -389,7 +392,18 @@ def test_wrong_flags_are_one_line(arguments: str, says: str) -> None:
     assert "Traceback" not in shown.output
 
 
+def test_host_and_port_name_a_running_server() -> None:
+    with scripted(quick) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        shown = bench("--host", host, "--port", port, "--num-prompts", 2, "--input-len", 8, "--disable-tqdm")
+    assert shown.exit_code == 0, shown.output
+    assert len(server.bodies) == 2
+    assert "--disable-tqdm: no effect" in shown.output
+    assert f"2 requests to {server.url}/v1/completions" in shown.output
+
+
 def test_flags_of_a_server_that_it_would_start() -> None:
+    assert "--num-promts is unknown. Did you mean --num-prompts?" in bench("--num-promts", 1).output
     shown = bench("--model", "tiny", "--no-such-flag", 1)
     assert shown.exit_code == 2
     assert "--no-such-flag is unknown" in shown.output

@@ -7,27 +7,30 @@ flag; its error names the nearest known one. Only ``cli`` calls it.
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from unisono.cli.dotted import join_dotted
 from unisono.config.flag_aliases import (
     ACCEPTED,
     MAMBA_NOTE,
     MAMBA_STRATEGIES,
-    NOTED_SWITCHES,
-    NOTED_VALUES,
-    REFUSED,
+    QUANTIZATIONS,
     RENAMED,
     ROLES,
+    SAMPLING_DEFAULTS,
     SHORT,
     SWITCHES,
     algorithm,
+    attention_backend,
     check_accepted,
+    nearest,
     refuse,
 )
+from unisono.config.flag_effects import NOTED_SWITCHES, NOTED_VALUES, REFUSED
 from unisono.types import ConfigError
 
 
@@ -61,14 +64,15 @@ class Translation:
         """Rewrite an alias with a value."""
         if flag == "--speculative-num-steps":
             self.steps = _whole(flag, value, "; --speculative-method none drafts nothing")
-        if flag in RENAMED:
-            self.arguments += [RENAMED[flag], value]
-        elif flag in READ:
+        flag = RENAMED.get(flag, flag)
+        if flag in READ:
             READ[flag](self, flag, value)
         elif flag in ACCEPTED:
             check_accepted(flag, value)
-        else:
+        elif flag in NOTED_VALUES:
             self.notes.append(f"{flag} {value}: no effect; {NOTED_VALUES[flag]}.")
+        else:
+            self.arguments += [flag, value]
 
     def model(self, flag: str, value: str) -> None:
         self.path = value
@@ -86,6 +90,27 @@ class Translation:
         if value not in MAMBA_STRATEGIES:
             raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(MAMBA_STRATEGIES)}.")
         self.notes.append(f"{flag} {value}: {MAMBA_NOTE}")
+
+    def attention_backend(self, flag: str, value: str) -> None:
+        ours = attention_backend(value)
+        if ours == "auto" != value.lower():
+            self.notes.append(f"{flag} {value}: no effect; {NOTED_VALUES['--moe-backend']}.")
+        self.arguments += [flag, ours]
+
+    def cpu_offload(self, flag: str, value: str) -> None:
+        self.notes.append(f"{flag} {value}: host memory for evicted KV pages; weights stay on the device.")
+        self.arguments += [flag, value]
+
+    def quantization(self, flag: str, value: str) -> None:
+        self.arguments += [flag, QUANTIZATIONS.get(value, value)]
+
+    def tokens(self, flag: str, value: str) -> None:
+        self.arguments += [flag, str(_tokens(flag, value))]
+
+    def sampling_defaults(self, flag: str, value: str) -> None:
+        if value not in SAMPLING_DEFAULTS:
+            raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(SAMPLING_DEFAULTS)}.")
+        self.arguments += ["--generation-config", SAMPLING_DEFAULTS[value]]
 
     def load_format(self, flag: str, value: str) -> None:
         self.arguments += [flag, "auto" if value == "safetensors" else value]
@@ -132,18 +157,32 @@ READ: dict[str, Callable[[Translation, str, str], None]] = {
     "--model": Translation.model,
     "--disaggregation-mode": Translation.disaggregation_mode,
     "--kv-transfer-config": Translation.kv_transfer,
+    "--attention-backend": Translation.attention_backend,
+    "--cpu-offload-gb": Translation.cpu_offload,
     "--load-format": Translation.load_format,
+    "--max-model-len": Translation.tokens,
+    "--max-num-batched-tokens": Translation.tokens,
+    "--quantization": Translation.quantization,
+    "--sampling-defaults": Translation.sampling_defaults,
+    "--speculative-algo": Translation.algorithm,
     "--speculative-algorithm": Translation.algorithm,
     "--speculative-eagle-topk": Translation.eagle_topk,
     "--speculative-num-draft-tokens": Translation.num_draft_tokens,
+    "--mamba-radix-cache-strategy": Translation.mamba_strategy,
     "--mamba-scheduler-strategy": Translation.mamba_strategy,
 }
 """Flags with a value that need more than a replacement."""
 
+OWN = (
+    "--attention-backend", "--cpu-offload-gb", "--load-format", "--max-model-len", "--max-num-batched-tokens",
+    "--quantization",
+)  # fmt: skip
+"""Flags of Unisono with values of other engines, or with another meaning there."""
+
 ALIASES = tuple(
     flag
     for flag in (*SHORT, *RENAMED, *SWITCHES, *READ, *ACCEPTED, *NOTED_VALUES, *NOTED_SWITCHES, *REFUSED)
-    if flag != "--load-format"
+    if flag not in OWN
 )
 """Every name that is not a flag of Unisono."""
 
@@ -158,11 +197,13 @@ def translate(
     neither known nor an alias, and a model that is named twice.
     """
     result, positional = Translation(), list[str]()
-    rest = deque(arguments)
+    rest = deque(join_dotted(arguments))
     while rest:
         argument = rest.popleft()
         flag, equals, values = argument.partition("=")
         flag = SHORT.get(flag, flag)
+        if re.fullmatch(r"-O\d", flag):
+            flag = "--compilation-config"
         if flag.startswith("--"):
             flag = flag.replace("_", "-")  # vLLM accepts underscores, too
         if (long := RENAMED.get(flag)) in ACCEPTED:  # only some commands have the flag
@@ -183,6 +224,8 @@ def translate(
             refuse(flag)
         elif flag in RENAMED or flag in READ or flag in ACCEPTED or flag in NOTED_VALUES:
             result.value(flag, values if equals else _value(flag, rest))
+            while _continues(flag, rest, lists):
+                result.value(flag, rest.popleft())
         else:
             raise ConfigError(f"{flag} is unknown. {_nearest(flag, known)}")
     if result.path is not None:
@@ -207,10 +250,38 @@ def _whole(flag: str, value: str, way_out: str = "") -> int:
     return int(value)
 
 
+def _tokens(flag: str, value: str) -> int:
+    """A number of tokens: whole, or with vLLM's suffixes, k for 1000 and K for 1024. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmKM]?)", value)
+    number = float(found[1]) * _SUFFIXES[found[2]] if found else 0.0
+    if number < 1 or number != int(number):
+        without = "the model's context" if flag == "--max-model-len" else "8192, on a CPU 512"
+        raise ConfigError(
+            f"{flag} {value}: give a whole number of tokens from 1 on, such as 8192, 8k (8000) or 8K (8192). Without "
+            f"the flag it is {without}."
+        )
+    return int(number)
+
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+
+_MORE = {"--lora-target-modules": r"all(-linear)?|[a-z_]+_(proj|head|tokens)"}
+"""Pattern of further values by flag; of other noted flags, further values are numbers."""
+
+
+def _continues(flag: str, rest: deque[str], lists: Collection[str]) -> bool:
+    """True if the next argument is a further value of an alias with several values."""
+    if not rest or rest[0].startswith("-"):
+        return False
+    if flag in NOTED_VALUES:
+        return re.fullmatch(_MORE.get(flag, r"[\d.]+"), rest[0]) is not None
+    return RENAMED.get(flag) in lists and "=" in rest[0]
+
+
 def _nearest(flag: str, known: Collection[str]) -> str:
-    flags = sorted({*known, *ALIASES})
-    nearest = max(flags, key=lambda one: difflib.SequenceMatcher(None, flag, one).ratio())
+    """Advice about an unknown flag."""
+    near = nearest(flag, {*known, *ALIASES})
     return (
-        f"The nearest known flag is {nearest}; --help=all lists all flags, and docs/reference/flags.md the names of "
-        "other engines."
+        f"{f'The nearest known flag is {near}; ' if near else ''}--help=all lists all flags, and "
+        "docs/reference/flags.md the names of other engines."
     )

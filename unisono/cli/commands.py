@@ -64,7 +64,8 @@ def generate(
             raise BadRequest(f"{path} has no tokenizer, so it cannot take text.")
         params = _params(llm, sampling)
         _stream(llm, llm.tokenizer.encode(prompt), params)
-        stderr.print(f"[dim]seed {params.seed}[/]", highlight=False)
+        if seed is None:
+            stderr.print(f"[dim]--seed {params.seed} repeats this text.[/]", highlight=False)
 
 
 def chat(

@@ -35,6 +35,7 @@ from unisono.console.values import (
     read_template,
     speculative_dict,
     strings,
+    template_variables,
 )
 from unisono.tools.place_experts import place_experts
 from unisono.types import CheckpointError, ConfigError, SpeculativeConfig
@@ -52,7 +53,7 @@ class _EngineCommand(HelpfulCommand):
         switches = {name for p in options if getattr(p, "is_flag", False) for name in (*p.opts, *p.secondary_opts)}
         lists = {name for p in options if p.multiple for name in p.opts}
         translation = translate(with_config(args, switches), known, switches, lists)
-        for text in translation.notes:
+        for text in (*(env.unread() if ctx.info_name == "serve" else ()), *translation.notes):
             note(text)
         return super().parse_args(ctx, translation.arguments)
 
@@ -221,7 +222,8 @@ def _check_names(settings: dict[str, Any]) -> None:
     }
     for flag, (name, registry) in named.items():
         if name is not None and name not in registry:
-            raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(registry.names)}.")
+            names = ("auto", *registry.names) if registry is catalog.attention else registry.names
+            raise ConfigError(f"{flag} {name!r}: unknown {registry.kind}. Supported: {', '.join(names)}.")
 
 
 def _check_tokenizer(settings: dict[str, Any]) -> None:
@@ -261,12 +263,13 @@ def _main(
 
 
 def _check_answers(answers: dict[str, Any]) -> None:
-    """Check the parser names in flags, and remove flags that ``ServerSettings`` does not have. Raises ConfigError."""
+    """Check and convert the flags of answers, in place, to fields of ``ServerSettings``. Raises ConfigError."""
     from unisono.text.reasoning import parser_named
     from unisono.text.tool_parsers.formats import format_named
 
     parser_named(answers["reasoning_parser"])
     format_named(answers["tool_call_parser"])
+    answers["default_chat_template_kwargs"] = template_variables(answers["default_chat_template_kwargs"])
     del answers["enable_auto_tool_choice"]
 
 
@@ -300,7 +303,9 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Model name in the API, one or several; default: PATH.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of dummy weights; the seed of an answer is a field of its request.")
+    ] = 0,
     api_key: Annotated[
         str | None, typer.Option(envvar=env.API_KEY.name, help="Require the header Authorization: Bearer KEY.")
     ] = None,

@@ -42,6 +42,12 @@ def answer_flags(
     tool_call_parser: Annotated[
         str | None, typer.Option(help="Format of tool calls: hermes, mistral, …; default: by the chat template.")
     ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help='Variables of the chat template, JSON: {"enable_thinking": false}; a request may override them.'
+        ),
+    ] = None,
     enable_auto_tool_choice: Annotated[
         bool,
         typer.Option(

@@ -9,7 +9,9 @@ unexpected error.
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
+import os
 import signal
 import sys
 import traceback
@@ -21,13 +23,15 @@ from typing import Any
 import msgspec
 import zmq
 
-from unisono.cluster import curve, heartbeat, ipc
+from unisono.cluster import compiled_imports, curve, heartbeat, ipc
 from unisono.cluster.commands import CommandError, OperatorCommands
 from unisono.cluster.early_device import start_cuda_context
 from unisono.cluster.heap import freeze_heap, uncollected
 from unisono.cluster.ledger import Ledger
 from unisono.engine.loop import EngineLike, EngineLoop
 from unisono.types import BadRequest, EngineRequest, FinishReason, TokenDelta, UnisonoError
+
+logger = logging.getLogger(__name__)
 
 IDLE_MS = 1000
 """Milliseconds without work after which the engine checks its bookkeeping, once, and captures missing graphs."""
@@ -42,10 +46,14 @@ Factory = Callable[[Any, Callable[[str, float], None]], EngineLike]
 
 
 def load_factory(name: str) -> Factory:
-    """Return the factory that ``"module:Class"`` names."""
+    """Return the factory that ``"module:Class"`` names. Logs a warning if its imports compiled much for nothing."""
     module, _, attribute = name.partition(":")
-    with uncollected():
+    if sys.pycache_prefix and "PYTHONDONTWRITEBYTECODE" not in os.environ:
+        sys.dont_write_bytecode = False  # multiprocessing hands the parent's first setting on
+    with uncollected(), compiled_imports.counted() as compiled:
         factory: Factory = getattr(importlib.import_module(module), attribute)
+    if (warning := compiled.warning()) is not None:
+        logger.warning("%s", warning)
     return factory
 
 

@@ -54,12 +54,23 @@ class Registry:
         return name in self.entries or name in self._installed()
 
     def load(self, name: str) -> Any:
-        """Import entry ``name`` and return its attribute. Raises ``error`` listing what is supported."""
+        """Import entry ``name`` and return its attribute.
+
+        Raises ``error`` listing what is supported, and for an entry point of another package that cannot be imported.
+        """
         where = self.entries.get(name) or self._installed().get(name)
         if where is None:
             raise self.error(f"Unknown {self.kind} {name!r}. Supported: {', '.join(self.names)}.")
         module, _, attribute = where.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            if name in self.entries:
+                raise
+            raise self.error(
+                f"The entry point {name} = {where!r} of {self.group} cannot be imported: {error}. Correct it in the "
+                "pyproject.toml of its package, and install the package again."
+            ) from error
 
     def _installed(self) -> dict[str, str]:
         if self.group is None:

@@ -48,6 +48,14 @@ CACHE = Variable(
     "Directory of parsed checkpoint configurations, which later starts read.",
 )
 
+BYTECODE = Variable(
+    "UNISONO_BYTECODE",
+    "a directory; `0`: none",
+    "`bytecode` in the directory of `UNISONO_CACHE`",
+    "Directory of Python's bytecode. The program `unisono` writes it if the installed packages have none and Python "
+    "would keep none.",
+)
+
 COMPILE_PROCESSES = Variable(
     "UNISONO_COMPILE_PROCESSES",
     "a whole number; 0 compiles in threads of the engine process",
@@ -84,8 +92,34 @@ STAYING_LAUNCHES = Variable(
     "Persistent launches of fused layer tails. Set `0` for processes that share a GPU's multiprocessors (MPS).",
 )
 
-VARIABLES = (API_KEY, TRANSFER_KEY, CACHE, COMPILE_PROCESSES, KERNELS, START_NOTES, GATHER, STAYING_LAUNCHES)
+VARIABLES = (
+    API_KEY,
+    TRANSFER_KEY,
+    CACHE,
+    BYTECODE,
+    COMPILE_PROCESSES,
+    KERNELS,
+    START_NOTES,
+    GATHER,
+    STAYING_LAUNCHES,
+)
 """All variables, in the order of the documentation."""
+
+OTHERS = {
+    "SGLANG_TORCH_PROFILER_DIR": "`--profile-dir`",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "`--hf-overrides` with a rotary scaling",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "`--enable-lora --allowed-lora-path`",
+    "VLLM_API_KEY": "`UNISONO_API_KEY`, or `--api-key`",
+    "VLLM_ATTENTION_BACKEND": "`--attention-backend`",
+    "VLLM_BATCH_INVARIANT": "always on",
+    "VLLM_CACHE_ROOT": "`UNISONO_CACHE`",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "`--timeout-keep-alive`",
+    "VLLM_IMAGE_FETCH_TIMEOUT": "`--media-timeout`",
+    "VLLM_LOGGING_LEVEL": "`--log-level`",
+    "VLLM_SERVER_DEV_MODE": "always on: keys have roles (docs/reference/limits.md)",
+    "VLLM_TORCH_PROFILER_DIR": "`--profile-dir`",
+}
+"""Variables of vLLM and SGLang -> the equivalent, in Markdown."""
 
 
 def api_key() -> str | None:
@@ -119,11 +153,21 @@ def kernel_archives(default: Path) -> Path | None:
 
 def start_notes() -> Path | None:
     """Return the directory of notes of earlier starts; None if starts must read none, or no directory is known."""
-    value = START_NOTES.read()
+    return _cached(START_NOTES, "starts")
+
+
+def bytecode() -> Path | None:
+    """Return the directory of Python's bytecode; None if none must be kept, or no directory is known."""
+    return _cached(BYTECODE, "bytecode")
+
+
+def _cached(variable: Variable, name: str) -> Path | None:
+    """The directory of a variable, by default ``name`` in the cache directory; None if it is 0 or not known."""
+    value = variable.read()
     if value == "0":
         return None
     try:
-        return Path(value) if value else cache_directory() / "starts"
+        return Path(value) if value else cache_directory() / name
     except RuntimeError:  # there is no home directory
         return None
 
@@ -136,6 +180,23 @@ def gathers_by_nccl() -> bool:
 def persistent_launches() -> bool:
     """Return True unless persistent launches are disabled."""
     return STAYING_LAUNCHES.read() != "0"
+
+
+def unread() -> list[str]:
+    """Return a sentence for each variable of vLLM and SGLang that is set, and for unknown ones of Unisono."""
+    known = {one.name for one in VARIABLES}
+    names = sorted(name for name in os.environ if name.startswith(("UNISONO_", "VLLM_", "SGLANG_")))
+    notes = [f"{name} is set and not read. Here: {OTHERS[name]}." for name in names if name in OTHERS]
+    if rest := [name for name in names if name not in known and name not in OTHERS]:
+        verb = "is" if len(rest) == 1 else "are"
+        notes.append(f"{', '.join(rest)} {verb} set and not read (docs/reference/environment.md).")
+    return [text.replace("`", "") for text in notes]
+
+
+def markdown_of_others() -> str:
+    """Return the second table of docs/reference/environment.md."""
+    rows = ["| Variable of vLLM or SGLang | Here |", "|---|---|"]
+    return "\n".join(rows + [f"| `{name}` | {here} |" for name, here in OTHERS.items()]) + "\n"
 
 
 def markdown() -> str:

@@ -8,13 +8,22 @@ them).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Collection
 from typing import Any
 
+from unisono.config.flag_effects import NOTED_SWITCHES, NOTED_VALUES, REFUSED
 from unisono.types import ConfigError
 
 SHORT = {
+    "-asc": "--api-server-count",
+    "-cc": "--compilation-config",
+    "-dcp": "--decode-context-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpb": "--data-parallel-backend",
+    "-ep": "--enable-expert-parallel",
+    "-O": "--compilation-config",
+    "-pcp": "--prefill-context-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-q": "--quantization",
     "-sc": "--speculative-config",
@@ -25,9 +34,11 @@ SHORT = {
 RENAMED = {
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--context-length": "--max-model-len",
+    "--data-parallel-backend": "--distributed-executor-backend",
     "--disaggregation-transfer-backend": "--transfer-backend",
     "--dp": "--data-parallel-size",
     "--dp-size": "--data-parallel-size",
+    "--fastapi-root-path": "--root-path",
     "--hicache-ratio": "--cpu-offload-ratio",
     "--hicache-size": "--cpu-offload-gb",
     "--json-model-override-args": "--hf-overrides",
@@ -40,7 +51,11 @@ RENAMED = {
     "--mem-fraction-static": "--gpu-memory-utilization",
     "--num-gpu-blocks-override": "--num-pages",
     "--random-seed": "--seed",
+    "--shutdown-timeout": "--drain-timeout",
+    "--speculative-draft-model": "--speculative-model",
     "--speculative-draft-model-path": "--speculative-model",
+    "--speculative-draft-model-quantization": "--speculative-draft-quantization",
+    "--speculative-model-quantization": "--speculative-draft-quantization",
     "--speculative-num-steps": "--num-speculative-tokens",
     "--tokenizer-path": "--tokenizer",
     "--tp": "--tensor-parallel-size",
@@ -51,7 +66,10 @@ RENAMED = {
 
 SWITCHES = {
     "--disable-cuda-graph": "--enforce-eager",
+    "--disable-mm-preprocessor-cache": "--mm-processor-cache-gb=0",
     "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--enable-deepep-moe": "--enable-expert-parallel",
+    "--enable-ep-moe": "--enable-expert-parallel",
     "--enable-hierarchical-cache": "--cpu-offload-ratio=2",
     "--enable-memory-saver": "--enable-sleep-mode",
     "--enable-torch-compile": "--compile",
@@ -69,130 +87,63 @@ _MACHINES = (
 )
 _EMBEDS = "the task (text, embeddings or classification) follows from the checkpoint (docs/guide/embed.md)"
 _ONE_ENGINE = "only `unisono serve` runs several engines; other commands and LLM run one"
+_EXACT = "a draft is accepted if it equals the target's own token, so that drafts never change the text"
+_STATES = "recurrent states are float32"
 _EXPERTS = "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size"
 
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "--api-server-count": (("1",), "one process serves the API"),
+    "--attention-context-parallel-size": (("1",), _CONTEXT),
+    "--attn-cp-size": (("1",), _CONTEXT),
     "--block-size": (("16",), "pages of the KV cache have 16 tokens"),
     "--chat-template-content-format": (("auto", "string"), "templates get message contents as text"),
+    "--config-format": (("auto", "hf", "mistral"), "the format follows from the checkpoint's files"),
     "--convert": (("auto", "none", "embed", "classify", "reward"), _EMBEDS),
     "--data-parallel-size": (("1",), _ONE_ENGINE),
     "--dcp-size": (("1",), _CONTEXT),
     "--decode-context-parallel-size": (("1",), _CONTEXT),
+    "--detokenizer-worker-num": (("1",), "one process serves the API"),
     "--distributed-executor-backend": (("uni", "mp"), _ONE_ENGINE),
     "--ep": (("1",), _EXPERTS),
     "--ep-size": (("1",), _EXPERTS),
+    "--expert-parallel-size": (("1",), _EXPERTS),
     "--grammar-backend": (_GRAMMARS, _LLGUIDANCE),
     "--guided-decoding-backend": (_GRAMMARS, _LLGUIDANCE),
     "--kv-offloading-backend": (("native",), "host memory is the engine's own; --cpu-offload-gb sets it"),
+    "--lora-eviction-policy": (("lru",), "the adapter that was used least recently is evicted"),
+    "--mamba-cache-dtype": (("auto",), _STATES),
+    "--mamba-ssm-cache-dtype": (("auto", "float32"), _STATES),
+    "--mamba-ssm-dtype": (("float32",), _STATES),
+    "--model-config-parser": (("auto", "hf", "mistral"), "the format follows from the checkpoint's files"),
+    "--model-impl": (("auto", "vllm", "sglang"), "every family is Unisono's own (docs/reference/models.md)"),
+    "--moe-data-parallel-size": (("1",), _EXPERTS),
+    "--moe-dp-size": (("1",), _EXPERTS),
     "--nnodes": (("1",), _MACHINES),
     "--node-rank": (("0",), _MACHINES),
     "--page-size": (("16",), "pages of the KV cache have 16 tokens"),
     "--pipeline-parallel-size": (("1",), _STAGES),
     "--pp": (("1",), _STAGES),
     "--pp-size": (("1",), _STAGES),
+    "--prefill-context-parallel-size": (("1",), _CONTEXT),
     "--preemption-mode": (("recompute",), "preempted requests are recomputed"),
     "--response-role": (("assistant",), "answers have the role assistant"),
+    "--radix-eviction-policy": (("lru",), "the prefix that was used least recently is evicted"),
     "--runner": (("auto", "generate", "pooling"), _EMBEDS),
+    "--spec-decoding-acceptance-method": (("rejection_sampler",), _EXACT),
+    "--speculative-accept-threshold-acc": (("1", "1.0"), _EXACT),
+    "--speculative-accept-threshold-single": (("1", "1.0"), _EXACT),
+    "--speculative-draft-kv-cache-dtype": (("auto",), "a drafter's keys and values have its dtype"),
+    "--speculative-draft-load-format": (("auto",), "--speculative-config sets load_format"),
+    "--speculative-draft-tensor-parallel-size": (("1",), "--speculative-config sets draft_tensor_parallel_size"),
     "--stream-interval": (("1",), "every round's tokens are streamed at once"),
     "--structured-outputs-config": (tuple(f'{{"backend": "{name}"}}' for name in _GRAMMARS), _LLGUIDANCE),
     "--task": (("auto", "generate", "embed", "embedding", "classify", "score", "reward"), _EMBEDS),
+    "--tokenizer-backend": (("huggingface",), "tokenizers are read through transformers"),
     "--tokenizer-mode": (("auto", "hf"), "tokenizers are read through transformers"),
+    "--tokenizer-worker-num": (("1",), "one process serves the API"),
+    "--video-pruning-rate": (("0", "0.0"), "every frame's tokens are kept"),
 }
 """Settings with a value of which only these values can be honoured, and the reason."""
-
-_ALWAYS_CHUNKED = "prompts are always computed in chunks, as large as --max-stall-ms allows; the text is the same"
-_OWN_GRAPHS = "the sizes of graphs follow from --max-num-seqs and --graph-memory; --graphs sets the mode"
-_OWN_COPIES = "pages are gathered on the GPU and copied on a separate stream"
-_ALWAYS_METRICS = "/metrics always has them"
-
-NOTED_VALUES = {
-    "--cuda-graph-bs": _OWN_GRAPHS,
-    "--cuda-graph-max-bs": _OWN_GRAPHS,
-    "--cuda-graph-sizes": _OWN_GRAPHS,
-    "--decode-log-interval": "a line is logged every 10 s while there is work",
-    "--hicache-io-backend": _OWN_COPIES,
-    "--hicache-mem-layout": _OWN_COPIES,
-    "--hicache-write-policy": "a page is written to host memory when the prefix cache evicts it",
-    "--log-level-http": "requests that fail are logged, others are not",
-    "--lora-backend": "there is one set of adapter kernels, batch-invariant like all others",
-    "--lora-target-modules": "every linear layer has room for adapters",
-    "--mm-attention-backend": "the vision tower has one attention backend, batch-invariant like the text model's",
-    "--mm-encoder-attn-backend": "the vision tower has one attention backend, batch-invariant like the text model's",
-    "--mm-processor-cache-type": "preprocessed images are cached in the API process, up to --mm-processor-cache-gb",
-    "--max-log-len": "prompts are never logged",
-    "--max-prefill-tokens": "--max-num-batched-tokens bounds a prompt pass",
-    "--max-seq-len-to-capture": _OWN_GRAPHS,
-    "--sampling-backend": "there is one sampler, and it is exact",
-    "--schedule-policy": "cached prefixes are used in any order of requests; --scheduling-policy sets the order",
-    "--schedule-conservativeness": "a request is admitted if pages for its prompt are free; preemption changes no byte",
-    "--swap-space": "nothing is swapped: preempted requests are recomputed, with the same bytes",
-    "--torch-compile-max-bs": _OWN_GRAPHS,
-}
-"""Settings with a value that change nothing, and what happens instead; a note reports it."""
-
-NOTED_SWITCHES = {
-    "--async-scheduling": "host and device always overlap",
-    "--calculate-kv-scales": "an fp8 KV cache has a scale for each token and head, made when it is written",
-    "--disable-cascade-attn": "there is no cascade attention",
-    "--disable-cuda-graph-padding": "graphs are captured for buckets of rows; padding changes no byte",
-    "--disable-custom-all-reduce": "ranks gather and never reduce",
-    "--disable-frontend-multiprocessing": "the engine always runs in a separate process",
-    "--disable-log-requests": "requests are not logged unless they fail",
-    "--disable-log-stats": _ALWAYS_METRICS,
-    "--disable-overlap-schedule": "host and device always overlap; the text is the same",
-    "--disable-uvicorn-access-log": "there is no access log",
-    "--enable-chunked-prefill": _ALWAYS_CHUNKED,
-    "--enable-deterministic-inference": "inference is always deterministic",
-    "--fully-sharded-loras": "no sum is split among ranks: each has A whole and its part of B",
-    "--enable-log-requests": "requests that fail are logged, and /metrics counts all",
-    "--no-enable-log-requests": "requests that fail are logged, and /metrics counts all",
-    "--enable-metrics": _ALWAYS_METRICS,
-    "--enable-p2p-check": "ranks access each other's memory if torch reports peer access, otherwise they use NCCL",
-    "--enable-server-load-tracking": "the load is always tracked",
-    "--is-embedding": "/v1/embeddings and text routes are always served (docs/guide/embed.md)",
-    "--enable-multimodal": "models with a vision tower always accept images",
-    "--skip-mm-profiling": "memory of the tower's passes is measured with the others",
-    "--no-async-scheduling": "host and device always overlap; the text is the same",
-    "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
-    "--no-trust-remote-code": "code of a checkpoint is never run",
-    "--use-tqdm-on-load": "the stages of a start are shown",
-    "--no-use-tqdm-on-load": "if standard error is not a terminal, the stages of a start are printed as plain lines",
-    "--skip-server-warmup": "graphs are captured before the server is ready",
-}
-"""Settings without a value that change nothing, and what happens instead."""
-
-_POOLING = "the checkpoint's 1_Pooling/config.json sets the pooling (docs/guide/embed.md)"
-
-REFUSED = {
-    "--completion-template": "there are no completion templates; build the prompt in the client",
-    "--compilation-config": "graphs are set by --graphs, --graph-memory and --compile",
-    "--cpu-offload": "weights are not offloaded; --quantization fp8 makes them smaller",
-    "--disable-sliding-window": "windows are the model's; --max-model-len bounds the context",
-    "--disaggregation-bootstrap-port": "a prefill engine listens at --transfer-listen",
-    "--disaggregation-ib-device": "with --transfer-backend nixl UCX picks devices; UCX_NET_DEVICES names them",
-    "--dist-init-addr": _MACHINES,
-    "--enable-force-include-usage": "clients request usage with stream_options.include_usage",
-    "--enable-mm-embeds": "image embeddings are not supported; send images",
-    "--interleave-mm-strings": "images are always placed at their content parts",
-    "--headless": _MACHINES,
-    "--hicache-storage-backend": "--kv-offload-dir DIR keeps pages in files",
-    "--hf-token": "the token is read from the environment (HF_TOKEN), because other users can see flags",
-    "--kv-cache-memory-bytes": "the KV cache gets what --gpu-memory-utilization leaves; --num-pages bounds it",
-    "--log-config-file": "logging is set by --log-level",
-    "--logits-processors": "write a feature (docs/extend/feature.md)",
-    "--max-total-tokens": "the KV cache gets what --gpu-memory-utilization leaves; --num-pages bounds it",
-    "--middleware": "no code is loaded into the server; put a proxy in front of it",
-    "--override-pooler-config": _POOLING,
-    "--pooler-config": _POOLING,
-    "--skip-tokenizer-init": "prompts may be token ids even with a tokenizer; leave the flag out",
-    "--trust-remote-code": (
-        "code of a checkpoint is never run. The architectures of docs/reference/models.md need none; for others, "
-        "write a family (docs/extend/model.md)"
-    ),
-    "--uds": "the server listens on --host and --port",
-}
-"""Settings that are refused, and the reason or the nearest alternative."""
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 """``kv_role`` of vLLM's ``--kv-transfer-config`` -> role."""
@@ -203,6 +154,25 @@ ALGORITHMS = {
     "NONE": "none",
 }  # fmt: skip
 """Values of ``--speculative-algorithm`` -> speculative method."""
+
+QUANTIZATIONS = {
+    "auto_round": "auto-round", "awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
+    "modelopt_fp4": "modelopt", "modelopt_fp8": "modelopt", "w8a8_fp8": "compressed-tensors",
+    "w8a8_int8": "compressed-tensors",
+}  # fmt: skip
+"""Weight formats of other engines that name a kernel or a part of a format -> the format."""
+
+SAMPLING_DEFAULTS = {"model": "auto", "openai": "vllm"}
+"""Values of SGLang's ``--sampling-defaults`` -> ``--generation-config``."""
+
+_ATTENTION = {"triton_attn": "triton", "torch_native": "torch", "torch_sdpa": "torch"} | dict.fromkeys(
+    (
+        "cutlass_mla", "fa3", "fa4", "flash_attn", "flash_attn_mla", "flashattn_mla", "flashinfer", "flashinfer_mla",
+        "flashmla", "flex_attention", "trtllm_mha", "trtllm_mla",
+    ),
+    "auto",
+)  # fmt: skip
+"""Attention backends of other engines, in lower case -> ``--attention-backend``."""
 
 MAMBA_STRATEGIES = ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy")
 
@@ -230,6 +200,16 @@ def algorithm(flag: str, value: Any) -> str:
     if str(value).upper() not in ALGORITHMS:
         raise ConfigError(f"{flag} {value!r} is unknown; choose one of {', '.join(ALGORITHMS)}.")
     return ALGORITHMS[str(value).upper()]
+
+
+def attention_backend(value: str) -> str:
+    """The attention backend for another engine's name of one; auto for kernels that Unisono does not have."""
+    return _ATTENTION.get(value.lower(), value)
+
+
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """The most similar of ``names``; None if none is similar."""
+    return next(iter(difflib.get_close_matches(name, sorted(names), 1, 0.7)), None)
 
 
 def markdown() -> str:

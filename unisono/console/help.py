@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from unisono.config.flag_aliases import RENAMED, SHORT, SWITCHES
+from unisono.config.flag_aliases import ACCEPTED, RENAMED, SHORT, SWITCHES
+from unisono.config.flag_effects import NOTED_SWITCHES, NOTED_VALUES, REFUSED
 from unisono.types import ConfigError
 
 GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -39,8 +40,8 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "answers": (
         "Reasoning and tool calls of chat answers, unknown fields of requests",
         (
-            "reasoning_parser", "tool_call_parser", "enable_auto_tool_choice", "trust_request_chat_template",
-            "allow_unknown_fields", "ignore_hosted_tools",
+            "reasoning_parser", "tool_call_parser", "default_chat_template_kwargs", "enable_auto_tool_choice",
+            "trust_request_chat_template", "allow_unknown_fields", "ignore_hosted_tools",
         ),
     ),
     "model": (
@@ -161,6 +162,15 @@ def group_of(name: str, own: str = GENERAL) -> str:
     return next((group for group, (_, names) in GROUPS.items() if name in names), own)
 
 
+def _effect(flag: str) -> str | None:
+    """A sentence about another engine's flag that has no equivalent; None for other names."""
+    if flag in ACCEPTED:
+        return f"{flag} takes only {', '.join(ACCEPTED[flag][0])}: {ACCEPTED[flag][1]}."
+    if (reason := {**NOTED_VALUES, **NOTED_SWITCHES}.get(flag)) is not None:
+        return f"{flag} has no effect: {reason}."
+    return f"{flag} is not supported: {REFUSED[flag]}." if flag in REFUSED else None
+
+
 class HelpfulCommand(TyperCommand):
     """A command with ``--help`` in groups, and ``--help=GROUP``."""
 
@@ -264,6 +274,9 @@ class Page:
         flag = "--" + word
         ours = RENAMED.get(flag) or SWITCHES.get(flag) or SHORT.get("-" + word) or flag
         ours = ours.partition("=")[0]
+        if (effect := _effect(ours)) is not None and not any(ours in option.opts for option in self._options):
+            self._console.print(effect, highlight=False, markup=False, soft_wrap=True)
+            return
         if ours != flag:
             self._console.print(f"{flag} stands for {ours} here.", highlight=False, markup=False, soft_wrap=True)
         found = [o for o in self._options if ours in (*o.opts, *o.secondary_opts)]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from typer.core import TyperGroup
 
 from unisono.console.help import Page
 from unisono.entrypoints.progress_bar import STAGES
-from unisono.types import ConfigError, UnisonoError
+from unisono.types import ConfigError, EngineDead, UnisonoError
 
 stdout = Console()
 stderr = Console(stderr=True)
@@ -44,6 +45,8 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except UnisonoError as error:
+            if isinstance(error, EngineDead) and error.__cause__ is not None:
+                sys.stderr.write("".join(traceback.format_exception(error.__cause__)))
             complain(error)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except UsageError as error:
@@ -51,7 +54,7 @@ class CommandGroup(TyperGroup):
                 raise
             here = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
             where = error.ctx.command_path if error.ctx is not None else here
-            complain(f"{sentence(error.format_message())} See {where} --help.")
+            complain(_wrong_value(error) or f"{sentence(error.format_message())} See {where} --help.")
             ctx.exit(error.exit_code)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -65,6 +68,27 @@ def _flush_output() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+_RULES = {
+    "greater_than_equal": "give at least {ge}",
+    "less_than_equal": "give at most {le}",
+    "int_parsing": "give a whole number",
+    "int_from_float": "give a whole number",
+    "float_parsing": "give a number",
+}
+"""Rule by the type of pydantic's error, which typer raises for a value."""
+
+
+def _wrong_value(error: Any) -> str | None:
+    """The error for a value of a flag, with the limit; None for other errors, and with older versions of typer."""
+    cause, param = error.__cause__, getattr(error, "param", None)
+    if param is None or not param.opts or not callable(details := getattr(cause, "errors", None)):
+        return None
+    first = details()[0]
+    if (rule := _RULES.get(first["type"])) is None:
+        return None
+    return f"{param.opts[0]} {first['input']}: {rule.format(**first.get('ctx', {}))}."
 
 
 def sentence(text: str) -> str:

@@ -55,6 +55,18 @@ def read_template(value: str | None) -> str | None:
     return text
 
 
+def template_variables(text: str | None) -> dict[str, Any]:
+    """The variables of ``--default-chat-template-kwargs``. Raises ConfigError unless it is a JSON object."""
+    flag = "--default-chat-template-kwargs"
+    try:
+        found = json.loads(text) if text is not None else {}
+    except ValueError as error:
+        raise ConfigError(f"{flag} is not valid JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f'{flag} {text}: give a JSON object, for example {{"enable_thinking": false}}.')
+    return found
+
+
 def strings(flag: str, text: str) -> tuple[str, ...]:
     """A JSON list of strings, as in vLLM's flags; a plain word is a list of one."""
     if not text.lstrip().startswith("["):

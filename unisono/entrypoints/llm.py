@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from unisono.entrypoints.progress_bar import Bar, prompts_bar, start_bars
 from unisono.entrypoints.weight_calls import WeightCalls
 from unisono.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, check_beams
 from unisono.frontend.collector import Collector
-from unisono.frontend.input_processor import InputProcessor, ModelFacts, PromptType
+from unisono.frontend.input_processor import SEED_BITS, InputProcessor, ModelFacts, PromptType
 from unisono.frontend.pooling import pooling_of
 from unisono.frontend.scores import head_of
 from unisono.media.inputs import offline_mapping
@@ -114,6 +116,8 @@ class LLM(PooledCalls, WeightCalls):
         self._speculation = (engine.worker.drafter.name, engine.runner.width - 1)
         loader = MediaLoader(facts.vision, directory, media, facts.dtype, facts.max_model_len - 1)
         self._inputs = InputProcessor(self.tokenizer, facts, loader)
+        if any(flags.get(name) is not None for name in ("seed", "random_seed")):
+            self._inputs.draw_seed = partial(random.Random(config.seed).getrandbits, SEED_BITS)
         self._default_params, self._pooling = engine.default_params(), pooling_of(directory)
         self.eos_token_ids = self._inputs.model.eos_token_ids
         self._ids = itertools.count()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import types
@@ -18,14 +17,15 @@ from unisono.config import EngineConfig
 from unisono.config.flag_aliases import (
     ACCEPTED,
     ALGORITHMS,
-    NOTED_SWITCHES,
-    NOTED_VALUES,
-    REFUSED,
+    QUANTIZATIONS,
     RENAMED,
     SWITCHES,
+    attention_backend,
     check_accepted,
+    nearest,
     refuse,
 )
+from unisono.config.flag_effects import NOTED_SWITCHES, NOTED_VALUES, REFUSED
 from unisono.config.preflight.model import read_overrides, with_method
 from unisono.types import ConfigError, SpeculativeConfig
 from unisono.types.lora import read_modules
@@ -66,6 +66,8 @@ def check_constructor(model: Any, revision: Any, chat_template: Any, progress: A
 
 def media_arguments(keywords: dict[str, Any]) -> dict[str, Any]:
     """Remove and return the keywords for media."""
+    if keywords.pop("disable_mm_preprocessor_cache", False):
+        keywords.setdefault("mm_processor_cache_gb", 0.0)
     names = {name: _name(RENAMED.get(_flag(name), _flag(name))) for name in keywords}
     return {renamed: keywords.pop(name) for name, renamed in names.items() if renamed in MEDIA}
 
@@ -125,6 +127,10 @@ def _plain(name: str, value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if name == "load_format" and value == "safetensors":
         return "auto"
+    if name == "attention_backend" and isinstance(value, str):
+        return attention_backend(value)
+    if name == "quantization" and value in QUANTIZATIONS:
+        return QUANTIZATIONS[value]
     if name in ("tokenizer", "generation_config") and isinstance(value, Path):
         return str(value)
     if value is None:
@@ -178,8 +184,8 @@ def _instead(name: str, keywords: Mapping[str, Any]) -> str:
 def _nearest(name: str) -> str:
     tables = (RENAMED, SWITCHES, ACCEPTED)
     known = sorted(FIELDS | MEDIA | {"speculative_config"} | {_name(flag) for table in tables for flag in table})
-    nearest = max(known, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio())
-    return f"The nearest one is {nearest}; docs/guide/offline.md lists all."
+    near = nearest(name, known)
+    return f"{f'The nearest one is {near}; ' if near else ''}docs/guide/offline.md lists all."
 
 
 def _flag(name: str) -> str:

@@ -19,6 +19,8 @@ STAGES = {
     "start": "Starting the engine",
     "load": "Loading the model",
     "load draft": "Loading the drafter",
+    "load tower": "Loading the vision tower",
+    "compile": "Compiling kernels",
     "capture": "Capturing graphs",
 }
 """Description of each stage of an engine's start."""

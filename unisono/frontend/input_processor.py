@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from unisono.frontend.classifier import HEADLESS
@@ -122,13 +122,15 @@ class InputProcessor:
 
     ``tokenizer`` is None for a checkpoint without one.
 
-    media: loader of images and videos; None in tests of text models.
+    media: loader of images and videos; None in tests of text models. ``draw_seed`` returns the seed of a request
+    without one.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, model: ModelFacts, media: MediaLoader | None = None) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self.media = media or MediaLoader(None, None, MediaSettings(), model.dtype, 1)
+        self.draw_seed: Callable[[], int] = partial(secrets.randbits, SEED_BITS)
 
     def prompt(
         self,
@@ -323,7 +325,7 @@ class InputProcessor:
         """
         prompt = self.truncated(prompt, params, prompt_only)
         if params.seed is None:
-            params = replace(params, seed=secrets.randbits(SEED_BITS))
+            params = replace(params, seed=self.draw_seed())
         for name in ("stop", "stop_regex"):
             if getattr(params, name):
                 self.require_tokenizer(name)

@@ -33,6 +33,7 @@ from unisono.http.routes import (
 )
 from unisono.http.routes.common import json_response
 from unisono.http.service import Service
+from unisono.http.unknown_routes import advice
 from unisono.types import UnisonoError
 
 ROUTES = tuple(
@@ -82,7 +83,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     """404 and 405 of the router, in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}."
+    paths = {route.path for route in request.app.routes}
+    allowed = (error.headers or {}).get("Allow")
+    message = f"{request.method} {request.url.path}: {error.detail}. {advice(request.url.path, paths, allowed)}"
     response = await _answer_error(request, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING, Any
 
 from unisono.http.security.hosts import KnownHosts
 from unisono.types import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class HttpSettings:
         """The application with the CORS headers of the flags."""
         if not self.allowed_origins:
             return app
+        from starlette.middleware.cors import CORSMiddleware
+
         return CORSMiddleware(
             app,
             allow_origins=self.allowed_origins,

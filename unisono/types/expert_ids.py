@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+
+ITEM_BYTES = {"uint8": 1, "uint16": 2}
+"""Bytes of an id by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class ExpertIds:
     @property
     def row_bytes(self) -> int:
         """Bytes of a token."""
-        return self.layers * self.top_k * np.dtype(self.dtype).itemsize
+        return self.layers * self.top_k * ITEM_BYTES[self.dtype]
 
     def head(self, rows: int) -> ExpertIds:
         """The first ``rows`` tokens, or all if there are fewer."""
@@ -35,4 +40,6 @@ class ExpertIds:
 
     def array(self) -> np.ndarray:
         """The ids [tokens, layers, top_k]."""
+        import numpy as np  # 0.1 s, which an API process spends after it has started its engine
+
         return np.frombuffer(self.data, self.dtype).reshape(-1, self.layers, self.top_k)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import fields as dataclass_fields
+from typing import Any, Literal, TypeVar
 
 from unisono.types.errors import BadRequest
 from unisono.types.limits import MAX_LOGPROB_IDS, MAX_LOGPROBS, MAX_TOKEN_IDS, SAMPLING, Real, Whole, is_int, require
 from unisono.types.outputs import Concise, RequestOutputKind
 from unisono.types.structured_outputs import StructuredOutputs, Thinking
+
+T = TypeVar("T")
 
 _OPTIONAL = frozenset(
     {"seed", "max_tokens", "max_drafts", "logprobs", "logprob_token_ids", "prompt_logprobs", "allowed_token_ids",
@@ -30,6 +35,48 @@ def _within(limits: Mapping[str, Any], values: Any) -> None:
             require(False, name, value, problem)
 
 
+_OTHERS = {
+    "best_of": "Use n; /v1/completions has best_of.",
+    "early_stopping": "BeamSearchParams has the fields of a beam search.",
+    "flat_logprobs": "Leave it out: log-probabilities are dicts.",
+    "guided_decoding": "Use structured_outputs=StructuredOutputsParams(json=…).",
+    "json_schema": "Use structured_outputs=StructuredOutputsParams(json=…).",
+    "length_penalty": "BeamSearchParams has the fields of a beam search.",
+    "logits_processors": "Write a feature (docs/extend/feature.md): requests carry no code.",
+    "max_completion_tokens": "Use max_tokens.",
+    "max_new_tokens": "Use max_tokens.",
+    "min_new_tokens": "Use min_tokens.",
+    "regex": "Use structured_outputs=StructuredOutputsParams(regex=…).",
+    "response_format": "Use structured_outputs=StructuredOutputsParams(json=…).",
+    "sampling_seed": "Use seed.",
+    "top_logprobs": "Use logprobs.",
+    "use_beam_search": "Call LLM.beam_search with BeamSearchParams.",
+}
+"""Fields of vLLM's and SGLang's sampling parameters and of request bodies -> what to use in their place."""
+
+
+def _instead(name: str, fields: Iterable[str]) -> str:
+    """Advice about a field that does not exist."""
+    near = difflib.get_close_matches(name, fields, 1, 0.7)
+    return _OTHERS.get(name) or (f"Did you mean {near[0]}?" if near else "docs/reference/python.md lists all.")
+
+
+def _with_advice(cls: type[T]) -> type[T]:
+    """Let the TypeError for a field that does not exist name the field to use in its place."""
+    plain = cls.__init__
+    known = {one.name for one in dataclass_fields(cls)}  # type: ignore[arg-type]
+
+    @functools.wraps(plain)
+    def init(self: T, *values: Any, **fields: Any) -> None:
+        if (unknown := next((name for name in fields if name not in known), None)) is not None:
+            raise TypeError(f"{cls.__name__} has no field {unknown}. {_instead(unknown, known)}")
+        plain(self, *values, **fields)
+
+    cls.__init__ = init  # type: ignore[method-assign,assignment]
+    return cls
+
+
+@_with_advice
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams(Concise):
     """The sampling parameters of one request.
@@ -45,7 +92,7 @@ class SamplingParams(Concise):
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set with at least this probability, computed after top-k; 1 keeps all.
     min_p: drop tokens less likely than min_p times the most likely one; 0 drops none.
-    seed: 0 … 2**63 - 1; None lets the engine choose one and report it.
+    seed: 0 … 2**63 - 1; None, or -1, lets the engine choose one and report it.
     n: sequences to generate for the prompt; sequence i equals a request with seed + i.
     max_tokens: most tokens to generate; None: up to the context's end.
     min_tokens: tokens to generate before a stop id or stop string may end the request.
@@ -128,6 +175,8 @@ class SamplingParams(Concise):
             self._make_tuple(name)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.seed == -1 and is_int(self.seed):  # vLLM's value for no seed
+            object.__setattr__(self, "seed", None)
         _within(SAMPLING, self)
         for name in ("stop", "stop_regex", "bad_words"):
             ok = all(isinstance(one, str) and one for one in getattr(self, name))

@@ -1,19 +1,17 @@
 """Tensors as bytes, for embeddings and hidden states that pass between rooms and processes.
 
 ``frontend`` packs embeddings and unpacks hidden states; the engine unpacks embeddings; ``http`` reads hidden states as
-numbers. Torch is imported inside functions: its import takes 1.5 s, longer than the other imports of the API process
-together, which starts the engine after them. (Transformers imports it later, if there is a tokenizer.)
+numbers. Torch and NumPy are imported inside functions: an API process needs neither before it starts its engine.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from unisono.types.outputs import Vectors
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -48,6 +46,8 @@ def unpack(vectors: Vectors) -> torch.Tensor:
 
 def numbers(vectors: Vectors) -> np.ndarray:
     """Return the rows [n, size] in float32, without torch. It holds each number of every dtype exactly."""
+    import numpy as np
+
     if not vectors.data:
         return np.empty((0, vectors.size), np.float32)
     if vectors.dtype == "bfloat16":  # the upper half of a float32

@@ -7,12 +7,23 @@ from unisono.drafters.base import DivisibleDrafter, Drafter, TreeDrafter
 from unisono.models.config import DecoderConfig
 from unisono.types import ConfigError, SpeculativeConfig
 
+MEMBERS = (
+    "name", "num_drafts", "features", "self_test", "bind", "state_specs", "propose", "observe", "observe_prompt",
+)  # fmt: skip
+"""Attributes and methods of every drafter."""
+
 
 def make_drafter(spec: SpeculativeConfig, target: DecoderConfig) -> Drafter:
-    """Return the drafter of the configured method, without its weights. Raises ConfigError if it cannot draft the
-    tree.
+    """Return the drafter of the configured method, without its weights.
+
+    Raises ConfigError if its class lacks members of ``Drafter``, or if it cannot draft the tree.
     """
     drafter: Drafter = catalog.drafters.load(spec.method)(spec, target)
+    if missing := [name for name in MEMBERS if not hasattr(drafter, name)]:
+        raise ConfigError(
+            f"the drafter {spec.method!r} ({type(drafter).__module__}.{type(drafter).__name__}) has no "
+            f"{', '.join(missing)}; docs/extend/drafter.md describes them."
+        )
     if spec.paths and not isinstance(drafter, TreeDrafter):
         raise ConfigError(
             f"the method {spec.method!r}, as it is set up here, drafts chains only; a tree of {len(spec.paths)} "

@@ -36,7 +36,14 @@ BLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
 """Packages with cuBLAS, whose version torch does not fix."""
 PREFIXES = ("CUBLAS", "CUDA_", "LD_", "NVIDIA_", "PYTORCH_", "TORCH_", "TRITON_", "UNISONO_")
 """Environment variables that may change kernels or times, by their beginnings."""
-UNRELATED = {env.CACHE.name, env.START_NOTES.name, env.API_KEY.name, env.TRANSFER_KEY.name, "TRITON_CACHE_DIR"}
+UNRELATED = {
+    env.API_KEY.name,
+    env.BYTECODE.name,
+    env.CACHE.name,
+    env.START_NOTES.name,
+    env.TRANSFER_KEY.name,
+    "TRITON_CACHE_DIR",
+}
 
 
 @dataclass

@@ -8,54 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from asyncio import TimerHandle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from unisono.http.connection import OrderedProtocol
 from unisono.http.errors import ApiError
+from unisono.http.limits.sizes import Limits
 
 logger = logging.getLogger(__name__)
 
 SHARED_OUT = 8
 """One connection in this many is reserved for addresses with less than half of all, once there are several."""
-SPARE_FILES = 256
-"""Open files reserved for the engine, logs and libraries."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of connections.
-
-    head_bytes, headers: of a request's line and headers. head_seconds: time to send them, from the connection or the
-    first byte on. body_seconds, body_rate: time for a body, plus one second per ``body_rate`` bytes. connections: open
-    at once, idle ones included. write_seconds: time in which a client must read at least one byte of its answer.
-    ahead_bytes: buffered pipelined bytes of all connections together.
-    """
-
-    head_bytes: int = 64 * 2**10
-    headers: int = 128
-    head_seconds: float = 20.0
-    body_seconds: float = 30.0
-    body_rate: int = 16 * 2**10
-    connections: int = 4096
-    write_seconds: float = 300.0
-    ahead_bytes: int = 64 * 2**20
-
-
-def open_files() -> int:
-    """Raise this process's limit of open files to its maximum; returns the number of possible connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    except (ValueError, OSError):  # macOS reports more than it grants
-        limit = soft
-    return max(16, limit - SPARE_FILES)
 
 
 class _RequestRefused(Exception):

@@ -24,10 +24,9 @@ from prometheus_client.utils import floatToGoString
 
 from unisono.cluster.ipc import MetricSample
 from unisono.http.observability.history import History, RequestRecord, Times
-from unisono.types import ConfigError, EngineRequest
+from unisono.http.observability.prefixes import PREFIXES, check_prefix
+from unisono.types import EngineRequest
 
-PREFIXES: Mapping[str, tuple[str, ...]] = {"unisono": ("unisono:",), "vllm": ("vllm:",), "both": ("unisono:", "vllm:")}
-"""Values of ``--metrics-prefix``."""
 ENGINE = "0"
 """Value of the label ``engine`` (vLLM's number of an engine) for values without an engine."""
 FIRST_TOKEN_BUCKETS = (
@@ -216,12 +215,6 @@ class ServerMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*self._labels, *labels), registry=self._registry)
-
-
-def check_prefix(prefix: str) -> None:
-    """Raise ConfigError for an unknown ``--metrics-prefix``."""
-    if prefix not in PREFIXES:
-        raise ConfigError(f"--metrics-prefix {prefix!r} is unknown; choose one of {', '.join(PREFIXES)}.")
 
 
 def length_buckets(context: int) -> tuple[float, ...]:

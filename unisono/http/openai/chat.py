@@ -72,7 +72,7 @@ class ChatFormat:
     """The reasoning and tool-call formats of this server's model.
 
     known: the template's format of tool calls is known; otherwise requests with tools are refused. hosted: the rule for
-    tools that are not functions.
+    tools that are not functions. variables: of the chat template, below those of a request.
     """
 
     parser: Parser | None = None
@@ -80,6 +80,7 @@ class ChatFormat:
     known: bool = True
     specials: Mapping[str, int] = field(default_factory=dict)
     hosted: HostedTools = field(default_factory=HostedTools)
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -88,6 +89,7 @@ class ChatFormat:
         reasoning_parser: str | None,
         tool_call_parser: str | None,
         hosted: HostedTools | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> ChatFormat:
         """The formats of the flags, or by default of the chat template. Raises ConfigError for unknown names."""
         parser, form = parser_named(reasoning_parser), format_named(tool_call_parser)
@@ -99,7 +101,7 @@ class ChatFormat:
             form = found
         known = form is not None or not inputs.tool_template.tools
         specials = {} if tokenizer is None else tokenizer.special_tokens
-        return cls(parser, form or DEFAULT, known, specials, hosted or HostedTools())
+        return cls(parser, form or DEFAULT, known, specials, hosted or HostedTools(), variables or {})
 
     def plan(self, request: ChatRequest, params: SamplingParams) -> ChatPlan:
         """Read a request's tools. Raises BadRequest."""

@@ -62,7 +62,7 @@ HONOURED: Mapping[str, tuple[str, str]] = {
     "top_p": ("ovs", ""),
     "top_k": ("vs", "0 or -1 keeps all"),
     "min_p": ("vs", ""),
-    "seed": ("ovs", "0 to 2^63 - 1; a choice without one gets one and reports it"),
+    "seed": ("ovs", "0 to 2^63 - 1; -1: none; a choice without one gets one and reports it"),
     "presence_penalty": ("ovs", "-2 to 2"),
     "frequency_penalty": ("ovs", "-2 to 2"),
     "repetition_penalty": ("vs", "above 0"),
@@ -172,6 +172,26 @@ _CHAT_ONLY: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
 }
 
+FOREIGN = {
+    "do_sample": "temperature 0 is greedy, other values sample",
+    "extra_body": "put its fields into the body; the openai client does so with its argument extra_body",
+    "format": "use response_format",
+    "guided_json_object": 'use response_format {"type": "json_object"}',
+    "keep_alive": "a model stays loaded while the server runs; remove it",
+    "n_predict": "use max_tokens",
+    "num_beams": "use use_beam_search with n beams",
+    "num_predict": "use max_tokens",
+    "options": "put sampling parameters into the body",
+    "return_full_text": "use echo",
+    "stop_sequences": "use stop",
+    "stop_strings": "use stop",
+    "system": "send a message of the role system",
+    "thinking": "use enable_thinking, reasoning_effort or thinking_token_budget",
+    "top_a": "use min_p",
+    "typical_p": "use top_p or min_p",
+}
+"""Fields of other APIs, and what to use here."""
+
 REFUSED: Mapping[str, RefusedField] = {
     "functions": RefusedField("o", "it is the old form of tools", ([],), "tools"),
     "function_call": RefusedField("o", "it is the old form of tool_choice", ("none", "auto"), "tool_choice"),
@@ -253,9 +273,15 @@ def check_fields(data: Mapping[str, object], body: str, fields: Collection[str])
             raise ApiError(400, message, param=name, code="unsupported_field")
         if dropped(name):
             continue
-        close = difflib.get_close_matches(name, [*fields, *LABELS], 1)
-        guess = f"; did you mean {close[0]}?" if close else "; remove it."
-        raise ApiError(400, f"{name} is not a known field{guess}", param=name, code="unknown_field")
+        raise ApiError(400, f"{name} is not a known field{_instead(name, fields)}", param=name, code="unknown_field")
+
+
+def _instead(name: str, fields: Collection[str]) -> str:
+    """The end of the sentence about an unknown field."""
+    if (hint := FOREIGN.get(name)) is not None:
+        return f": {hint}."
+    close = difflib.get_close_matches(name, [*fields, *LABELS], 1)
+    return f"; did you mean {close[0]}?" if close else "; remove it."
 
 
 def _same(a: object, b: object) -> bool:

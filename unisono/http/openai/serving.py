@@ -141,6 +141,7 @@ class Serving:
             )
         options["add_special_tokens"] = bool(request.add_special_tokens)
         options["truncates"] = params.truncate_prompt_tokens is not None
+        options["template_kwargs"] = {**self._format.variables, **options["template_kwargs"]}
         plan = self._format.plan(request, params)
         options["media"] = await self._media.load(self.inputs.with_settings(request.media()), ticket)
         size = LONG if plan.tools or options["media"] else sum(len(str(one.get("content"))) for one in conversation)

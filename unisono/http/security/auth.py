@@ -14,11 +14,13 @@ import ipaddress
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-from fastapi import Request
+from typing import TYPE_CHECKING
 
 from unisono.http.errors import ApiError
 from unisono.http.security.hosts import KnownHosts, is_foreign, is_loopback
+
+if TYPE_CHECKING:
+    from fastapi import Request
 
 FLAG_NAME = "api-key"
 """Name of the key of ``--api-key``."""

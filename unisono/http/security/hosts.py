@@ -11,11 +11,13 @@ import ipaddress
 import socket
 import urllib.parse
 from collections.abc import Iterable
-
-from fastapi import Request
+from typing import TYPE_CHECKING
 
 from unisono.http.errors import ApiError, show
 from unisono.types import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import Request
 
 FLAG = "--allowed-hosts"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from unisono.console.help import HelpfulCommand
+from unisono.console.output import note
 from unisono.console.values import whole_numbers
 from unisono.tools.load.mixes import MIXES, MixFlags
 from unisono.tools.load.stall import StallScenario
@@ -22,10 +23,37 @@ LISTS = ("--goodput", "--header", "--metadata")
 """Flags with one value or several, such as ``--goodput ttft:200 tpot:20``."""
 
 
+NO_EFFECT = {
+    "--disable-tqdm": "there is no progress bar",
+    "--disable-shuffle": "the order of prompts follows from --seed",
+    "--trust-remote-code": "no code of a checkpoint runs",
+}
+"""Switches of other engines' benchmarks that change nothing, and what holds instead."""
+
+ELSEWHERE = {
+    "--append-result": "--out FILE writes one run",
+    "--label": "--metadata label=NAME writes it into --out",
+    "--num-prompt": "--num-prompts sets the number of requests",
+    "--output-file": "--out FILE writes the results",
+    "--profile": "POST /start_profile and /stop_profile of a server with --profile-dir",
+    "--result-dir": "--out FILE writes the results, with any directory",
+    "--save-result": "--out FILE writes the results",
+    "--sharegpt-output-len": "--dataset-name custom reads prompts of a JSONL file, with --custom-output-len",
+    "--tokenizer-mode": "tokenizers are read through transformers",
+}
+"""Flags of other engines' benchmarks that are refused, and what to use instead."""
+
+
 class SeveralValues(HelpfulCommand):
-    """A command whose LISTS take several values."""
+    """A command whose LISTS take several values, and that knows flags of other engines' benchmarks."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for name in (argument.partition("=")[0] for argument in args):
+            if name in ELSEWHERE:
+                raise ConfigError(f"{name} is not a flag of this command: {ELSEWHERE[name]}.")
+            if name in NO_EFFECT:
+                note(f"{name}: no effect; {NO_EFFECT[name]}.")
+        args = [argument for argument in args if argument not in NO_EFFECT]
         rewritten: list[str] = []
         flag = None
         for argument in args:
@@ -103,6 +131,10 @@ def target_flags(
     base_url: Annotated[
         str | None, typer.Option(help="http://HOST:PORT of a running server; without it, one is started.")
     ] = None,
+    host: Annotated[str | None, typer.Option(help="Host of a running server, in place of --base-url.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of a running server, in place of --base-url.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model name in requests; default: the server's first. PATH for a started server.")
     ] = None,
@@ -112,7 +144,9 @@ def target_flags(
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer directory; default: --model, or the server's.")] = (
         None
     ),
-    backend: Annotated[str, typer.Option(help="API: openai (vllm, sglang: the same) or openai-chat.")] = "openai",
+    backend: Annotated[
+        str, typer.Option(help="API: openai (vllm, sglang, sglang-oai: the same) or openai-chat.")
+    ] = "openai",
     endpoint: Annotated[
         str | None, typer.Option(help="Path; default: /v1/completions, with openai-chat /v1/chat/completions.")
     ] = None,

@@ -67,7 +67,10 @@ class MixFlags:
 def conversations(flags: MixFlags, source: PromptSource, seed: int) -> list[Conversation]:
     """``num_prompts`` requests in all, a function of flags, source and seed. Raises ConfigError."""
     if flags.dataset_name not in MIXES:
-        raise ConfigError(f"--dataset-name {flags.dataset_name!r} is unknown; choose from {', '.join(MIXES)}.")
+        raise ConfigError(
+            f"--dataset-name {flags.dataset_name!r} is unknown; choose from {', '.join(MIXES)}. custom reads the "
+            "prompts of a JSONL file."
+        )
     found: list[Conversation] = []
     left = flags.num_prompts
     for one in MIXES[flags.dataset_name](flags, source, random.Random(seed)):

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from unisono.config.preflight.model import check_model
+from unisono.console.output import note
 from unisono.console.values import writable
 from unisono.tools.load import stall
 from unisono.tools.load.client import LoadTarget
@@ -33,7 +34,10 @@ ENDPOINTS = {
     "openai": "/v1/completions",
     "vllm": "/v1/completions",
     "sglang": "/v1/completions",
+    "sglang-oai": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
+    "sglang-oai-chat": "/v1/chat/completions",
+    "vllm-chat": "/v1/chat/completions",
 }
 """--backend -> endpoint."""
 
@@ -52,6 +56,7 @@ def serve(
     Flags that are not listed here are those of `unisono serve`, for a server that this command starts. Exit code 1 if
     no request succeeded.
     """
+    target["base_url"] = _url(target["base_url"], target.pop("host"), target.pop("port"))
     _check(target, rate, report)
     bench = _ServeBench(target, mix, rate, sampling, report, scene)
     if target["base_url"] is not None:
@@ -61,9 +66,18 @@ def serve(
         return
     model = target["model"] or "tiny"
     check_model(model, load_format="dummy")  # the server checks its weights
-    check_flags(model, context.args)
+    check_flags(model, context.args, {name for option in context.command.params for name in option.opts})
     with served(model, context.args) as url:
         bench.measure(url)
+
+
+def _url(base_url: str | None, host: str | None, port: int | None) -> str | None:
+    """The URL of a running server; None to start one. Raises ConfigError if it is set twice."""
+    if host is None and port is None:
+        return base_url
+    if base_url is not None:
+        raise ConfigError(f"--base-url {base_url} is set beside --host or --port; leave one of them out.")
+    return f"http://{host or '127.0.0.1'}:{port or 8000}"
 
 
 def _check(target: dict[str, Any], rate: dict[str, Any], report: dict[str, Any]) -> None:
@@ -141,6 +155,7 @@ class _ServeBench:
         times = arrivals(
             len(requests), self.rate["request_rate"], self.rate["burstiness"], random.Random(self.seed + 1)
         )
+        note(f"{len(requests)} requests to {target.url}{target.endpoint} …")
         outcomes = run_load(ScheduledLoad(target, source, requests, times, self.rate["max_concurrency"]), processes)
         found = figures(outcomes, self.limits, self.metrics, self.percentiles)
         print(found.markdown())

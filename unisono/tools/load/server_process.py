@@ -9,21 +9,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from unisono.config.flag_aliases import nearest
 from unisono.types import ConfigError, UnisonoError
 
 START_LIMIT, END_LIMIT = 600.0, 60.0
 """Seconds for a server to start, and to end after SIGTERM."""
 
 
-def check_flags(model: str, flags: Sequence[str]) -> None:
-    """Check that ``unisono serve`` knows these flags, before anything runs. Raises ConfigError."""
+def check_flags(model: str, flags: Sequence[str], own: Collection[str]) -> None:
+    """Check that ``unisono serve`` knows these flags, before anything runs. Raises ConfigError.
+
+    own: the flags of the benchmark, for the advice about an unknown one.
+    """
     command = [sys.executable, "-m", "unisono", "serve", model, *flags, "--help"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise ConfigError(result.stderr.strip().removeprefix("Error: "))
+        message = result.stderr.strip().removeprefix("Error: ")
+        unknown = re.match(r"(--\S+) is unknown", message)
+        if unknown is not None and (near := nearest(unknown[1], own)) is not None:
+            message = f"{unknown[1]} is unknown. Did you mean {near}?"
+        raise ConfigError(message)
 
 
 def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
