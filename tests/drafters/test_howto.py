@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,15 +60,20 @@ def test_the_package_installs(package: Path, tmp_path_factory: pytest.TempPathFa
     ]  # fmt: skip
 
 
+def declare(monkeypatch: pytest.MonkeyPatch, site: Path, drafters: Mapping[str, str]) -> None:
+    """Put a package that declares these drafters, name -> module:class, in a folder of ``sys.path``."""
+    info = site / "declared-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1.0\n")
+    names = "".join(f"{name} = {value}\n" for name, value in drafters.items())
+    (info / "entry_points.txt").write_text(f"[unisono.drafters]\n{names}")
+    monkeypatch.syspath_prepend(site)
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A package that declares two drafters, one under a name of the catalog."""
-    info = tmp_path / "declared-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1.0\n")
-    names = "".join(f"{name} = collections:OrderedDict\n" for name in ("repeat", "ngram"))
-    (info / "entry_points.txt").write_text(f"[unisono.drafters]\n{names}")
-    monkeypatch.syspath_prepend(tmp_path)
+    declare(monkeypatch, tmp_path, dict.fromkeys(("repeat", "ngram"), "collections:OrderedDict"))
 
 
 @pytest.mark.usefixtures("installed")
@@ -108,8 +114,9 @@ class Incomplete:
         (f"{__name__}:Nothing", "has no attribute 'Nothing'. Correct it in the pyproject.toml"),
     ],
 )
-def test_broken_drafters_of_other_packages_raise(monkeypatch: pytest.MonkeyPatch, value: str, says: str) -> None:
-    points = [EntryPoint("incomplete", value, "unisono.drafters")]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == "unisono.drafters" else [])
+def test_broken_drafters_of_other_packages_raise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str, says: str
+) -> None:
+    declare(monkeypatch, tmp_path, {"incomplete": value})
     with pytest.raises(ConfigError, match=re.escape(says)):
         make_drafter(SpeculativeConfig("incomplete"), cast(Any, None))
