@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.engine.changed_weights import GREEDY, PROMPTS, answers, other, speculation
@@ -259,6 +260,13 @@ def test_wrong_groups(llm: LLM) -> None:
         llm.init_weights_update_group("127.0.0.1", free_port(), 1, 2, backend="gloo", timeout=1)
     with pytest.raises(ConfigError, match="1 names, 2 dtypes"):
         llm.update_weights_from_distributed(["a"], ["float32", "float32"], [[1]])
+
+
+def test_no_store_connects_before_the_trainer_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store tries to connect for up to twice its timeout, and an engine computes nothing meanwhile."""
+    monkeypatch.setattr(dist, "TCPStore", lambda *args: pytest.fail("the store was made without a listener"))
+    with pytest.raises(ConfigError, match="did not meet: .*refused"):
+        WeightGroup("127.0.0.1", free_port(), 1, 2, timeout=0.5)
 
 
 def test_paused_requests_keep_all_tokens(llm: LLM, new: Path) -> None:

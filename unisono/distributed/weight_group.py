@@ -6,6 +6,8 @@ one of their own each. An engine's rank receives what the trainer sends, in the 
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,9 @@ TRAINER = 0
 TIMEOUT = 100.0
 """Seconds that a member waits for the others: less than an engine waits for one of its ranks."""
 
+POLL = 0.2
+"""Seconds between two tries to connect to the trainer."""
+
 
 class WeightGroup:
     """One member of the group. Construction waits until all members have met.
@@ -39,13 +44,15 @@ class WeightGroup:
             raise ConfigError(f"backend={backend!r}: the backends are {', '.join(BACKENDS)}.")
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is no member of a group of {world_size}; give ranks 0 … {world_size - 1}.")
-        self.rank, limit = rank, timedelta(seconds=timeout)
+        self.rank, self._limit, deadline = rank, timedelta(seconds=timeout), time.monotonic() + timeout
         self.device = torch.device("cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}")
         try:
-            self._store: Any = dist.TCPStore(address, port, world_size, is_master=rank == TRAINER, timeout=limit)
-            self._group: Any = _group(backend, self._store, rank, world_size, limit)
-            self._broadcast(torch.zeros(1, device=self.device))
-        except RuntimeError as error:  # of torch: a timeout, an address in use
+            if rank != TRAINER:
+                _wait_for_listener(address, port, deadline)
+            self._store: Any = dist.TCPStore(address, port, world_size, rank == TRAINER, _remaining(deadline))
+            self._group: Any = _group(backend, self._store, rank, world_size, _remaining(deadline))
+            self._broadcast(torch.zeros(1, device=self.device), _remaining(deadline))
+        except (OSError, RuntimeError) as error:  # a timeout, an address in use
             where = f"{address}:{port}, rank {rank} of {world_size}"
             raise ConfigError(f"the group at {where} did not meet: {' '.join(str(error).split())[:300]}") from None
 
@@ -73,12 +80,32 @@ class WeightGroup:
         """Leave the group."""
         self._group = self._store = None
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, tensor: torch.Tensor, timeout: timedelta | None = None) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = TRAINER, 0
+        options.rootRank, options.rootTensor, options.timeout = TRAINER, 0, timeout or self._limit
         self._group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
+
+
+def _wait_for_listener(address: str, port: int, deadline: float) -> None:
+    """Return once the trainer listens. TCPStore would try to connect for up to twice its timeout.
+
+    Raises OSError at the deadline.
+    """
+    while True:
+        try:
+            socket.create_connection((address, port), _remaining(deadline).total_seconds()).close()
+            return
+        except OSError:
+            if time.monotonic() + POLL > deadline:
+                raise
+        time.sleep(POLL)
+
+
+def _remaining(deadline: float) -> timedelta:
+    """Time until ``deadline``, of ``time.monotonic``; at least 0.1 s, since 0 means no limit."""
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.1))
 
 
 def _group(backend: str, store: Any, rank: int, world_size: int, limit: timedelta) -> Any:
