@@ -152,6 +152,7 @@ def test_only_operators(own: Server, path: str) -> None:
         "https://evil.example",
         "http://localhost.evil.example",
         "http://localhost@evil.example",
+        "http://localhost:3000.evil.example",
         "null",
         "http://[",
     )

@@ -81,9 +81,12 @@ def _host(header: str) -> str:
 
 def is_foreign(origin: str | None) -> bool:
     """True for a web page of another machine. ``null`` is the origin of any page that hides its own."""
+    if origin is None:
+        return False
     try:
-        return origin is not None and urllib.parse.urlsplit(origin).hostname not in LOCAL_HOSTS
-    except ValueError:
+        parts = urllib.parse.urlsplit(origin)
+        return parts.hostname not in LOCAL_HOSTS or parts.port == 0
+    except ValueError:  # a port that is no number, as in http://localhost:80.example.com
         return True
 
 
