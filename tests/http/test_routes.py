@@ -85,7 +85,7 @@ def test_a_failure_is_counted_and_logged_once_with_its_request_id(
         ("POST", "/v1/v1/completions", "Did you mean /v1/completions?"),
         ("POST", "/v1/chat/completion", "Did you mean /v1/chat/completions?"),
         ("POST", "/v1/tokenize", "Did you mean /tokenize?"),
-        ("GET", "/get_model_info", "Did you mean /v1/models?"),
+        ("GET", "/get_server_info", "Did you mean /server_info?"),
         ("POST", "/v1/audio/speech", "Not Found. It is not supported: audio is not supported."),
         ("GET", "/v1/files", "It is not supported: there are no files"),
         ("GET", "/nothing/like/this", "Not Found. GET /docs lists the routes."),
@@ -96,6 +96,15 @@ def test_unknown_paths_and_methods_name_a_route(server: Server, method: str, pat
     answer = server.http.request(method, path, json={} if method == "POST" else None)
     assert answer.status_code in (404, 405)
     assert says in answer.json()["error"]["message"]
+
+
+def test_model_info_has_sglangs_fields(server: Server) -> None:
+    found = server.http.get("/model_info").json()
+    assert server.http.get("/get_model_info").json() == found
+    card = server.http.get("/v1/models").json()["data"][0]
+    assert found["model_path"] == found["tokenizer_path"] == card["root"]
+    assert found["is_generation"] is True
+    assert found["weight_version"] == server.http.get("/get_weight_version").json()["weight_version"]
 
 
 def test_answers_carry_the_request_id(server: Server) -> None:

@@ -24,12 +24,10 @@ UNSUPPORTED = {
 
 RENAMED = {
     "/get_load": "/load",
-    "/get_model_info": "/v1/models",
     "/get_server_info": "/server_info",
     "/health_generate": "/health",
     "/healthz": "/health",
     "/invocations": "/v1/chat/completions",
-    "/model_info": "/v1/models",
     "/v1/detokenize": "/detokenize",
     "/v1/health": "/health",
     "/v1/tokenize": "/tokenize",

@@ -46,6 +46,24 @@ def add(app: FastAPI, service: Service) -> None:
         whole = {"server": settings, "engine": stats.info}
         return json_response(whole | ({"engines": engine_infos} if engine_infos else {}))
 
+    async def model_info() -> Response:
+        return json_response(
+            {
+                "model_path": service.root,
+                "tokenizer_path": str(service.settings.get("tokenizer") or service.root),
+                "is_generation": service.serving.inputs.model.generates,
+                "preferred_sampling_params": None,
+                "weight_version": service.weights.version,
+            }
+        )
+
+    for path in ("/model_info", "/get_model_info"):  # SGLang's name and its older one
+        app.get(
+            path,
+            dependencies=clients_only(service),
+            **described("Directories of the model and the tokenizer, and the weights' version (SGLang)."),
+        )(model_info)
+
     @app.get("/metrics", **described("Prometheus metrics."))
     async def metrics() -> Response:
         with contextlib.suppress(EngineDead, TimeoutError):  # then the last numbers are used
