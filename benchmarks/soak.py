@@ -113,12 +113,12 @@ class Plan:
 
 @dataclass
 class Report:
-    """What came of a run. memory: MiB of the server's processes, over time, evenly spaced in requests."""
+    """What came of a run. memory: KiB by kind of process, over time, evenly spaced in requests."""
 
     outcomes: list[Any] = field(default_factory=list)
     before: Held | None = None
     after: Held | None = None
-    memory: list[float] = field(default_factory=list)
+    memory: list[Counter[str]] = field(default_factory=list)
     preemptions: float = 0
     drafts: float = 0
     accepted: float = 0
@@ -128,12 +128,22 @@ class Report:
     sleeps: int = 0
     ended: list[str] = field(default_factory=list)
 
+    def half(self, kind: str = "") -> list[float]:
+        """MiB over the last half of the run: of a kind of process, or of all."""
+        return [(one[kind] if kind else one.total()) / 2**10 for one in self.memory[len(self.memory) // 2 :]]
+
     @property
     def growth(self) -> float:
         """Of memory over the last half, as a share: its last quarter against the first quarter of that half."""
-        half = self.memory[len(self.memory) // 2 :]
-        part = max(1, len(half) // 4)
-        return statistics.median(half[-part:]) / statistics.median(half[:part]) - 1
+        first, last = _quarters(self.half())
+        return last / first - 1
+
+    @property
+    def rises(self) -> str:
+        """The kinds of processes whose memory rose most over the last half, in words."""
+        ends = {kind: _quarters(self.half(kind)) for kind in {kind for one in self.memory for kind in one}}
+        most = sorted(((last - first, kind) for kind, (first, last) in ends.items()), reverse=True)[:3]
+        return ", ".join(f"{kind} {rise:+.0f} MiB" for rise, kind in most)
 
     @property
     def problems(self) -> list[str]:
@@ -147,7 +157,7 @@ class Report:
         found += [f"{name} left: {value:g}" for name, value in left.items() if value]
         found += self.after.left_beyond(self.before)
         if self.growth > FLAT:
-            found.append(f"memory grew by {100 * self.growth:.1f} % over the last half")
+            found.append(f"memory grew by {100 * self.growth:.1f} % over the last half: {self.rises}")
         if counts["killed"] > (most := self.deaths * self.slots):
             found.append(f"{counts['killed']} requests ended with an engine; {self.deaths} deaths end at most {most}")
         untested = {"preempted": self.preemptions, "refused for overload": counts["refused"]}
@@ -168,7 +178,7 @@ class Report:
         reasons = Counter(f"{one.kind}: {one.why}" for one in self.outcomes if one.why)
         lines += [f"  {count} × {reason}" for reason, count in reasons.most_common(10)]
         b, a = self.before, self.after
-        half = self.memory[len(self.memory) // 2 :]
+        half = self.half()
         rounds = f", {self.accepted:.0f} of {self.drafts:.0f} drafts accepted" if self.drafts else ""
         return "\n".join(
             [
@@ -178,11 +188,18 @@ class Report:
                 f"files: API process {b.files[0].total()} before, {a.files[0].total()} after; "
                 f"engine {b.files[1].total()}, {a.files[1].total()}; "
                 f"processes {b.processes.total()}, {a.processes.total()}",
-                f"memory: {half[0]:.0f} MiB at half time, {half[-1]:.0f} at the end, {100 * self.growth:+.2f} %",
+                f"memory: {half[0]:.0f} MiB at half time, {half[-1]:.0f} at the end, {100 * self.growth:+.2f} % "
+                f"({self.rises})",
                 f"{self.preemptions:.0f} preemptions{rounds}, {self.deaths} engine deaths, {self.sleeps} sleeps with "
                 f"updates, {self.seconds:.0f} s",
             ]
         )
+
+
+def _quarters(values: Sequence[float]) -> tuple[float, float]:
+    """The medians of the first and of the last quarter of these values."""
+    part = max(1, len(values) // 4)
+    return statistics.median(values[:part]), statistics.median(values[-part:])
 
 
 # ---- the run ------------------------------------------------------------------------------------

@@ -97,9 +97,12 @@ class SoakServer:
         client.reopen()
         return Held(*held, load, files, Counter(processes.values()))
 
-    def memory(self) -> float:
-        """MiB that are no file's; pages that several processes share count once."""
-        return sum(map(_proportional, self._processes())) / 2**10
+    def memory(self) -> Counter[str]:
+        """KiB that are no file's, by kind of process; pages that several processes share count once."""
+        found: Counter[str] = Counter()
+        for pid, kind in self._processes().items():
+            found[kind] += _proportional(pid)
+        return found
 
     def signal_engine(self, number: int) -> None:
         """Send a signal to the engine process."""

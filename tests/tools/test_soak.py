@@ -236,7 +236,11 @@ ONE_MORE = Counter({"TCP connection": 1, "socket": 20, "pipe": 10}), FILES[1]
         ({"processes": PROCESSES + Counter({LANE: 6})}, {}, None),
         ({"processes": PROCESSES + Counter({LANE: 7})}, {}, f"{LANE} 8 → 9"),
         ({"processes": PROCESSES + Counter({COMPILER: 1})}, {}, f"{COMPILER} 2 → 3"),
-        ({}, {"memory": [100.0] * 60 + [103.0] * 40}, "memory grew by 3.0 %"),
+        (
+            {},
+            {"memory": [Counter(a=9e4, b=1e4)] * 60 + [Counter(a=9e4, b=1.3e4)] * 40},
+            "memory grew by 3.0 % over the last half: b +3 MiB",
+        ),
         ({}, {"preemptions": 0}, "nothing was preempted"),
         ({}, {"outcomes": [Outcome("a", "ok", 1.0)]}, "nothing was refused for overload"),
         ({}, {"outcomes": [Outcome("a", "wrong", 1.0)]}, "1 wrong"),
@@ -252,7 +256,7 @@ ONE_MORE = Counter({"TCP connection": 1, "socket": 20, "pipe": 10}), FILES[1]
     ],
 )
 def test_violations(held: dict[str, Any], more: dict[str, Any], says: str | None) -> None:
-    given = {"memory": [100.0] * 100, "preemptions": 3, "outcomes": [Outcome("a", "refused", 1.0)], **more}
+    given = {"memory": [Counter(a=100)] * 100, "preemptions": 3, "outcomes": [Outcome("a", "refused", 1.0)], **more}
     report = Report(before=Held(**HELD), after=Held(**{**HELD, **held}), **given)  # type: ignore[arg-type]
     assert report.problems == [] if says is None else says in "; ".join(report.problems)
     assert "preemptions" in report.table()
