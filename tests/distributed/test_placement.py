@@ -49,9 +49,9 @@ def test_a_rank_holds_its_experts(format: Any, path: Path) -> None:
         for name, parameter in decoder.named_parameters():
             cut = part_of(parameter)
             assert torch.equal(parameter, one[name] if cut is None else cut.of(one[name])), name
-        slots = decoder.layers[1].feed_forward.slots.tolist()
-        assert [slots[expert] for expert in ORDER] == list(range(6))
-        assert slots[6] == 6, "padding is no expert's"
+        ids = decoder.layers[1].feed_forward.physical_ids.tolist()
+        assert [ids[expert] for expert in ORDER] == list(range(6))
+        assert ids[6] == 6, "padding is no expert's"
         gate_up = decoder.layers[1].feed_forward.stacks[0].weight
         mine = one[f"{LAYER}.experts.gate_up.weight"][list(ORDER[3 * index : 3 * index + 3])]
         assert torch.equal(gate_up[:3], mine)
