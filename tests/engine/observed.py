@@ -81,7 +81,7 @@ class Watch:
         replayed = any(kind != "eager" for (_, kind, _), n in passes.items() if n != before.get((_, kind, _)))
         self._note(self._rows(work) if replayed else (), "graphs")
         active = self.engine.scheduler.active
-        self._note((one for one in active if one.coming), "offload")
+        self._note((one for one in active if one.awaits_pages), "offload")
         self._note((one for one in active if one.preemptions), "preemption")
         return launched
 

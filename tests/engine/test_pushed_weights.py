@@ -265,7 +265,7 @@ def test_wrong_groups(llm: LLM) -> None:
 def test_no_store_connects_before_the_trainer_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store tries to connect for up to twice its timeout, and an engine computes nothing meanwhile."""
     monkeypatch.setattr(dist, "TCPStore", lambda *args: pytest.fail("the store was made without a listener"))
-    with pytest.raises(ConfigError, match="did not meet: .*refused"):
+    with pytest.raises(ConfigError, match=r"did not meet: .*refused"):
         WeightGroup("127.0.0.1", free_port(), 1, 2, timeout=0.5)
 
 
