@@ -28,7 +28,7 @@ def bench(*arguments: str):
         ("latency --batch a,b", "--batch 'a,b': give whole numbers"),
         ("latency --batch 0", "--batch '0': give whole numbers from 1 on"),
         ("latency --prompts 1.5", "--prompts '1.5': give whole numbers"),
-        ("latency --repeats x", "'--repeats'"),
+        ("latency --repeats x", "--repeats x: give a whole number"),
         ("latency --output-len 2", "--output-len"),
         ("latency --speculative-config {", "--speculative-config is not valid JSON"),
         ("latency --speculative-config []", "give a JSON object"),
