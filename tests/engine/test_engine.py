@@ -146,7 +146,7 @@ def test_bad_requests_are_refused_and_nothing_is_lost(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", -1), ("temperature", float("nan")), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5),
-     ("min_p", 2), ("seed", -1), ("seed", 2**63), ("max_tokens", 0), ("stop", ("",)), ("stop_token_ids", (-4,))],
+     ("min_p", 2), ("seed", -2), ("seed", 2**63), ("max_tokens", 0), ("stop", ("",)), ("stop_token_ids", (-4,))],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range(field: str, value: object) -> None:
     with pytest.raises(BadRequest, match=field) as caught:

@@ -36,12 +36,14 @@ def name_of(call: ast.Call) -> str:
 def overlapped_kernels() -> set[str]:
     """Names of the kernels that are launched with ``**overlapped(…)``, also by a function that is given the kernel."""
     found: set[str] = set()
-    for tree in _trees():
+    trees = list(_trees())
+    for tree in trees:
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
             given = [argument.arg for argument in function.args.args]
             for launched in map(ast.unparse, _overlapped_launches(function)):
                 if launched in given:
-                    calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and name_of(n) == function.name)
+                    nodes = (node for each in trees for node in ast.walk(each) if isinstance(node, ast.Call))
+                    calls = (node for node in nodes if name_of(node) == function.name)
                     found |= {ast.unparse(call.args[given.index(launched)]) for call in calls}
                 else:
                     found.add(launched)

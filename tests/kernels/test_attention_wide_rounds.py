@@ -8,7 +8,7 @@ from tests.kernels.launches import forget
 from tests.kernels.paged_requests import Requests
 from unisono.attention.triton import TritonAttention
 from unisono.kernels import hopper, overlap
-from unisono.kernels.attention import gluon_wide_rounds
+from unisono.kernels.attention import gluon_rounds, gluon_wide_rounds
 from unisono.kernels.attention import hopper_rounds as rounds
 from unisono.kernels.attention.cpu import SPLIT, attention_plan_cpu
 from unisono.kernels.attention.paged import KEYS
@@ -37,7 +37,7 @@ def attended(
     rows = max(8, 1 << (width * (HEADS // KV_HEADS) - 1).bit_length())
     boxes = [Descriptor(cache.view(-1, case.dim), [16, PIECE]) for cache in (case.k_cache, case.v_cache)]
     table = case.table.clamp(max=len(case.k_cache))  # rubbish there stays outside of the tensor, as on the device
-    Machine([gluon_wide_rounds, hopper, overlap], programs, seed).run(
+    Machine([gluon_wide_rounds, gluon_rounds, hopper, overlap], programs, seed).run(
         gluon_wide_rounds.wide_round_attention_kernel, q_ptr=q, k_desc=boxes[0], v_desc=boxes[1], table_ptr=table,
         positions_ptr=positions.int(), work_ptr=work, count_ptr=count, arrivals_ptr=arrivals, state_ptr=state,
         acc_ptr=acc, out_ptr=out, scales_ptr=scales, tokens=len(q), padded=len(out), max_pages=case.table.shape[1],
