@@ -10,7 +10,7 @@ from unisono.kernels.gemm import packed_decoding
 from unisono.kernels.gemm import packed_gluon as pieces
 from unisono.kernels.gemm.packed_decoding import NVFP4_GROUP
 from unisono.kernels.gemm.tile import Tile
-from unisono.kernels.moe import packed_gluon
+from unisono.kernels.moe import gluon, packed_gluon
 from unisono.kernels.moe.integers import (
     exact_int4_experts,
     expert_integer_down,
@@ -74,7 +74,7 @@ def test_programs_compute_the_products(product, plan_of, kind):
     shapes = Shapes(rows, 0, 0, experts, top_k, rides > 0)
     sizes = packed_gluon._sizes(shapes, k, n, gated, product == "up", lead, tile)
     tiles = plan.listed + (rides if lead else rides * -(-rows // 16))
-    Machine((packed_gluon, pieces, packed_decoding, hopper, overlap), tiles * sizes["PARTS"]).run(
+    Machine((packed_gluon, gluon, pieces, packed_decoding, hopper, overlap), tiles * sizes["PARTS"]).run(
         packed_gluon.packed_experts_kernel, x=x,
         w_desc=Descriptor(weight.view(-1, k // 2), [min(outputs, 64) // 2, 64]),
         scales=scales.view(torch.int32) if nvfp4 else scales,
