@@ -37,7 +37,7 @@ def text_rules(directory: Path) -> TextRules:
     longest, lower = found.get("max_seq_length"), found.get("do_lower_case")
     if longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 2):
         raise CheckpointError(
-            f"{file}: max_seq_length={str(longest)[:80]} must be a number of tokens, at least 2, or null."
+            f"{file}: max_seq_length={repr(longest)[:80]} must be a number of tokens, at least 2, or null."
         )
     if lower not in (None, False, True):
         raise CheckpointError(f"{file}: do_lower_case={str(lower)[:80]} must be true or false.")
