@@ -229,13 +229,28 @@ def serve(descriptor: int, imports: Sequence[str]) -> None:
                         os.close(number)
                     outer.close()
                     inner.close()
-                    Template.start = staticmethod(Forks(channel=of_forks).call)
+                    Template.start = staticmethod(template_starter(Forks(channel=of_forks)))
                     _exit(lambda: _work(pickle.loads(message), given[1:]))  # noqa: B023
                 tell[pid] = given[0]
                 with suppress(BrokenPipeError):
                     os.write(given[0], _NUMBER.pack(pid))
                 for number in given[1:]:
                     os.close(number)
+
+
+def template_starter(forks: Forks) -> Callable[..., Any]:
+    """``forks.call``, but a new interpreter for the media worker if this process has torch: it does without, and
+    transformers looks for torch once.
+    """
+
+    def call(module: str, *descriptors: int, environment: Mapping[str, str] | None = None) -> Any:
+        if module == "unisono.media.worker" and "torch" in sys.modules:
+            from unisono.sandbox.interpreter import interpreter
+
+            return interpreter(module, *descriptors, environment=environment)
+        return forks.call(module, *descriptors, environment=environment)
+
+    return call
 
 
 def _reap(tell: dict[int, int]) -> None:
