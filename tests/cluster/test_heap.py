@@ -7,14 +7,10 @@ import platform
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from unisono.cluster import commands
-from unisono.cluster.commands import CommandError, OperatorCommands
 from unisono.cluster.heap import frozen_heap
 
 ROOT = Path(__file__).parents[2]
@@ -101,34 +97,3 @@ def test_large_blocks_return_to_the_system() -> None:
         for how in ("tuned", "plain")
     }
     assert held["tuned"] < 3 < held["plain"]
-
-
-class Weights:
-    """An engine whose second update fails."""
-
-    updates = 0
-
-    def reset_prefix_cache(self) -> int:
-        return 0
-
-    def update_weights(self, directory: str, draft_directory: str, version: str | None) -> dict[str, Any]:
-        self.updates += 1
-        if self.updates == 2:
-            raise OSError("no such file")
-        return {"weight_version": directory}
-
-    def command(self, command: str, arguments: Mapping[str, Any]) -> Any:
-        return command
-
-
-def test_commands_of_operators_return_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update copies weights; one that fails, too. Ten updates under load left 80 MiB of a 15 MiB model."""
-    requests: list[str] = []
-    monkeypatch.setattr(commands.TRIMMER, "request", lambda: requests.append("trim"))
-    operator = OperatorCommands(Weights())
-    update = {"directory": "new", "draft_directory": "", "version": None}
-    assert operator.run("update_weights", update) == {"weight_version": "new"}
-    with pytest.raises(CommandError, match="no such file"):
-        operator.run("update_weights", update)
-    assert operator.run("sleep", {"level": 1}) == "sleep"
-    assert requests == ["trim"] * 3

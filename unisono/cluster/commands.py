@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from unisono.cluster.heap import TRIMMER
 from unisono.types import UnisonoError
 
 
@@ -45,11 +44,7 @@ class OperatorCommands:
         }
 
     def run(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the result of a command, JSON-ready. Raises CommandError.
-
-        Free memory of the C heap is returned to the system afterwards: an update allocates copies of weights, and
-        glibc would keep tens of MiB for each few of them.
-        """
+        """Return the result of a command, JSON-ready. Raises CommandError."""
         try:
             if name not in self._by_name:
                 return self._engine.command(name, arguments)
@@ -60,8 +55,6 @@ class OperatorCommands:
             Exception
         ) as error:  # for example a full disk, a profiler that CUPTI refuses, a file that is not an adapter
             raise CommandError(f"{name} failed: {' '.join(str(error).split())}") from error
-        finally:
-            TRIMMER.request()
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no request uses; returns the pages freed."""
