@@ -62,7 +62,7 @@ def soak(
     """
     check_model(model, load_format="dummy")  # its weights are the servers' to check
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this process
-    check_flags(model, context.args, {name for option in context.command.params for name in option.opts})
+    check_flags(model, context)
     plan = Plan(
         model, requests, min(distinct, requests), concurrency, max_num_seqs, max_model_len, limit, deaths, seed, sleeps
     )

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from tests.forks import SERVERS, Process
 from tests.http import tokenizers_
+from unisono.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 TLS = httpx.create_ssl_context()
@@ -134,6 +135,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tokenizers_.byte_level().save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    """The tokenizer of :func:`model_dir`."""
+    found = Tokenizer.load(model_dir)
+    assert found is not None
+    return found
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.http import fuzz, tokenizers_
+from tests.http import fuzz
 from tests.http.largest_ import LISTS, largest
 from unisono.frontend.input_processor import InputProcessor, ModelFacts, PreparedPrompt
 from unisono.text.detokenizer import Detokenizer
@@ -26,15 +26,6 @@ from unisono.types.limits import SAMPLING
 
 SECONDS = 0.5
 """Processor time that the event loop may spend on a request."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("tokenizer")
-    tokenizers_.byte_level().save_pretrained(path)
-    found = Tokenizer.load(path)
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("many", [True, False])

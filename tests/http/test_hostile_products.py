@@ -16,7 +16,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.http import tokenizers_
 from tests.http.fake_engine import FakeConfig, FakeEngine
 from tests.http.largest_ import LISTS, largest
 from unisono.cluster import engine_process, ipc
@@ -47,15 +46,6 @@ def frozen_heap() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path = tmp_path_factory.mktemp("tokenizer")
-    tokenizers_.byte_level().save_pretrained(path)
-    found = Tokenizer.load(path)
-    assert found is not None
-    return found
 
 
 @pytest.fixture

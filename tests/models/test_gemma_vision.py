@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.engine.helpers import engine
 from tests.engine.pictures import IMAGE, TEXT, VIDEO, VOCAB, Picture, prompt, run, stepped, vision_of, words, written
 from tests.models.fields import GEMMA4_EXPERTS, GEMMA4_INPUTS
 from tests.models.hybrids import reference, renamed
+from tests.models.picture_checks import check_refusal
 from tests.models.towers import compare_embeddings
 from unisono.entrypoints.llm import LLM
 from unisono.models.load.build import no_attention
@@ -32,7 +32,7 @@ from unisono.models.load.checkpoint import Checkpoint
 from unisono.models.load.loader import load_model, load_tower
 from unisono.models.vision.config import VisionConfig
 from unisono.passes.features.media import MediaState
-from unisono.types import BadRequest, CheckpointError, SamplingParams, SpeculativeConfig, vectors
+from unisono.types import BadRequest, SamplingParams, SpeculativeConfig, vectors
 
 GREEDY = SamplingParams(
     temperature=0, max_tokens=12, ignore_eos=True, seed=0, return_hidden_states=True,
@@ -134,13 +134,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_values_that_are_not_computed(name: str, path: Path, tmp_path: Path) -> None:
-    value, message = BAD[name]
-    raw = json.loads((path / "config.json").read_text())
-    inside = raw["vision_config"] if name.startswith("vision") else raw
-    inside[name.rpartition(".")[2]] = value
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(tmp_path)
+    check_refusal(path, name, *BAD[name], tmp_path)
 
 
 def test_names_of_other_exports(path: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from tests.models.harness import load, whole
 from tests.models.hybrids import reference
 from tests.models.make import make_checkpoint
+from tests.models.make_plain import ARCHITECTURES
 from tests.models.table_cases import CASES, YARN, family_of, fields_of
 from unisono.config.decoder_table import ROWS
 
@@ -19,8 +20,6 @@ LENGTH = 90
 """Tokens; the original length of YARN is 64."""
 OF_THEIR_OWN = [name for name, row in ROWS.items() if {"alpha", "longrope"} & {*row.rope_types}]
 """Rows with a rope type of their own, which ``test_table.py`` compares beyond the original length."""
-PLAIN = ["InternLM2ForCausalLM"]
-"""Rows that transformers lacks; ``test_minicpm.py`` compares their published rope types."""
 
 
 def of_row(architecture: str) -> str:
@@ -41,10 +40,12 @@ def test_rows_with_a_rope_type_of_their_own_have_a_case_with_it() -> None:
         assert any("alpha" in rope or rope.get("rope_type") == "longrope" for rope in ropes)
 
 
-@pytest.mark.parametrize("architecture", [name for name in ROWS if name not in {*OF_THEIR_OWN, *PLAIN}])
+@pytest.mark.parametrize(
+    "architecture", [name for name in ROWS if name not in {*OF_THEIR_OWN, *ARCHITECTURES.values()}]
+)
 @torch.no_grad()
 def test_a_row_goes_beyond_the_original_length(architecture: str, tmp_path: Path) -> None:
-    """Logits within 2e-4 of transformers."""
+    """Logits within 2e-4 of transformers. ``test_minicpm.py`` compares the rows that it lacks."""
     case, rng = of_row(architecture), random.Random(0)
     prompt = [rng.randrange(256) for _ in range(LENGTH)]
     fields = scaled(fields_of(case))

@@ -66,7 +66,7 @@ def serve(
         return
     model = target["model"] or "tiny"
     check_model(model, load_format="dummy")  # the server checks its weights
-    check_flags(model, context.args, {name for option in context.command.params for name in option.opts})
+    check_flags(model, context)
     with served(model, context.args) as url:
         bench.measure(url)
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import typer
 
 from unisono.config.flag_aliases import nearest
 from unisono.types import ConfigError, UnisonoError
@@ -19,12 +21,13 @@ START_LIMIT, END_LIMIT = 600.0, 60.0
 """Seconds for a server to start, and to end after SIGTERM."""
 
 
-def check_flags(model: str, flags: Sequence[str], own: Collection[str]) -> None:
-    """Check that ``unisono serve`` knows these flags, before anything runs. Raises ConfigError.
+def check_flags(model: str, context: typer.Context) -> None:
+    """Check that ``unisono serve`` knows the further flags of a benchmark, before anything runs.
 
-    own: the flags of the benchmark, for the advice about an unknown one.
+    context: of the benchmark's command; the advice about an unknown flag names one of its own. Raises ConfigError.
     """
-    command = [sys.executable, "-m", "unisono", "serve", model, *flags, "--help"]
+    own = {name for option in context.command.params for name in option.opts}
+    command = [sys.executable, "-m", "unisono", "serve", model, *context.args, "--help"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         message = result.stderr.strip().removeprefix("Error: ")
